@@ -1,0 +1,60 @@
+"""The few exceptions a user may meet, each with a hint at the next step."""
+
+import importlib
+from collections.abc import Sequence
+from types import ModuleType
+
+
+class LongRopeError(Exception):
+    """Something the user can mend: bad input, a missing package, a model that cannot be extended.
+
+    The command line prints it as one message with its hint and exits with code 2.
+    """
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return self.message if self.hint is None else f"{self.message}\nhint: {self.hint}"
+
+
+class ModelError(LongRopeError):
+    """The model cannot be found, read or extended."""
+
+
+class FactorsError(LongRopeError):
+    """A set of rescaling factors is wrong in itself or does not fit the model."""
+
+
+class RotaryError(LongRopeError):
+    """Factors could not be put into a live model, or did not take effect there."""
+
+
+class DataError(LongRopeError):
+    """Books, corpora or documents are missing, unreadable or too short."""
+
+
+class MissingExtraError(LongRopeError):
+    """A feature needs a package that is not installed."""
+
+
+def all_problems(subject: str, problems: Sequence[str]) -> str:
+    """One message that lists every problem found, so that the user mends them in one go."""
+    if len(problems) == 1:
+        return f"{subject}: {problems[0]}"
+    return f"{subject}: {len(problems)} problems\n" + "\n".join(f"  - {problem}" for problem in problems)
+
+
+def require(module: str, *, extra: str, purpose: str) -> ModuleType:
+    """Import an optional package, or say which pip command brings it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not module.startswith(error.name):
+            raise
+        raise MissingExtraError(
+            f"{purpose} needs the package '{error.name}', which is not installed",
+            hint=f"pip install 'longrope2[{extra}]'",
+        ) from error

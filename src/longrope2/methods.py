@@ -1,0 +1,235 @@
+"""Every closed-form rescaling method, each a function from a RopeSpec to RescaleFactors.
+
+s = L/L_train is the extension ratio and λ_i the factor of dimension i; see docs/concepts.md for the formulas
+side by side. Blends between "untouched" and "divided by s" are made in 1/λ, as their authors do.
+"""
+
+import difflib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from longrope2.errors import FactorsError
+from longrope2.factors import RescaleFactors
+from longrope2.rope import RopeSpec
+
+# YaRN leaves dimensions of more than 32 rotations untouched and interpolates those of fewer than one.
+YARN_FAST_ROTATIONS = 32
+YARN_SLOW_ROTATIONS = 1
+
+
+@dataclass(frozen=True)
+class Rescaling:
+    """What a method decides: factors, temperature, and the critical dimension where it uses one."""
+
+    factors: Sequence[float]
+    attention_factor: float = 1.0
+    critical_dimension: int | None = None
+
+
+def no_rescaling(spec: RopeSpec, target_length: int) -> Rescaling:
+    """The untouched model, λ = 1: what every method is measured against."""
+    return Rescaling([1.0] * spec.num_dims)
+
+
+def position_interpolation(spec: RopeSpec, target_length: int) -> Rescaling:
+    """PI: every dimension is divided by s."""
+    return Rescaling([spec.extension_ratio(target_length)] * spec.num_dims)
+
+
+def ntk(spec: RopeSpec, target_length: int) -> Rescaling:
+    """NTK as the paper uses it: the larger base that brings the critical dimension to the target length."""
+    if spec.original_length <= 2 * math.pi:
+        raise FactorsError(
+            f"NTK needs an original window above 2π tokens, got {spec.original_length}",
+            hint="use ntk-aware, which does not depend on the critical dimension",
+        )
+    exponent = math.log(target_length / (2 * math.pi)) / math.log(spec.original_length / (2 * math.pi))
+    return Rescaling(
+        _base_change(spec, spec.theta ** (exponent - 1)), critical_dimension=spec.critical_dimension
+    )
+
+
+def ntk_aware(spec: RopeSpec, target_length: int) -> Rescaling:
+    """The first NTK formula, λ_i = s^(2i/(d−2)): only the very last dimension reaches s."""
+    s = spec.extension_ratio(target_length)
+    return Rescaling([s ** (2 * i / _below_d(spec)) for i in range(spec.num_dims)])
+
+
+def dynamic_ntk(spec: RopeSpec, target_length: int, *, current_length: int | None = None) -> Rescaling:
+    """Dynamic NTK with factor s, frozen at a current length (default: the target, its strongest)."""
+    s = spec.extension_ratio(target_length)
+    length = max(current_length or target_length, spec.original_length)
+    growth = (s * length / spec.original_length - (s - 1)) ** (spec.rotary_dim / _below_d(spec))
+    return Rescaling(_base_change(spec, growth))
+
+
+def ntk_by_parts(
+    spec: RopeSpec,
+    target_length: int,
+    *,
+    low_rotations: float = YARN_SLOW_ROTATIONS,
+    high_rotations: float = YARN_FAST_ROTATIONS,
+) -> Rescaling:
+    """Untouched above `high_rotations`, divided by s below `low_rotations`, blended by rotations between."""
+    s = spec.extension_ratio(target_length)
+    weights = [(turns - low_rotations) / (high_rotations - low_rotations) for turns in spec.coverage]
+    return Rescaling([_blend(s, 1 - weight) for weight in weights])
+
+
+def llama3(spec: RopeSpec, target_length: int) -> Rescaling:
+    """The scaling of LLaMA 3.1: NTK-by-parts with its blend between one and four rotations."""
+    return ntk_by_parts(spec, target_length, low_rotations=1, high_rotations=4)
+
+
+def yarn(spec: RopeSpec, target_length: int) -> Rescaling:
+    """YaRN: a ramp over the index from 32 rotations to one, and the temperature 0.1·ln s + 1."""
+    return _yarn(spec, target_length, math.ceil(spec.dimension_completing(YARN_SLOW_ROTATIONS)))
+
+
+def yarn_rcd(spec: RopeSpec, target_length: int, *, critical_dimension: int | None = None) -> Rescaling:
+    """YaRN whose ramp ends at the real critical dimension (paper, ablation)."""
+    c = _given_dimension(spec, critical_dimension)
+    rescaling = _yarn(spec, target_length, c)
+    return Rescaling(rescaling.factors, rescaling.attention_factor, c)
+
+
+def ntk_rcd(spec: RopeSpec, target_length: int, *, critical_dimension: int | None = None) -> Rescaling:
+    """NTK whose base puts the factor s at the real critical dimension (paper, ablation)."""
+    c = _given_dimension(spec, critical_dimension)
+    s = spec.extension_ratio(target_length)
+    return Rescaling([s ** (i / c) for i in range(spec.num_dims)], critical_dimension=c)
+
+
+def longrope2(
+    spec: RopeSpec,
+    target_length: int,
+    *,
+    critical_dimension: int | None = None,
+    right_factors: Sequence[float] | None = None,
+    attention_factor: float = 1.0,
+) -> Rescaling:
+    """LongRoPE2 of a known critical dimension: given factors from it on, NTK below (Algorithm 2).
+
+    One right factor stands for all of them; none means s, the bound of the theory.
+    """
+    c = _given_dimension(spec, critical_dimension)
+    width = spec.num_dims - c
+    right = list(right_factors) if right_factors is not None else [spec.extension_ratio(target_length)]
+    right = right * width if len(right) == 1 else right
+    if len(right) != width:
+        raise FactorsError(
+            f"{len(right)} right-hand factors, expected {width} for critical dimension {c} "
+            f"of {spec.num_dims} (or one for all)",
+        )
+    return Rescaling(ntk_below(right[0], c) + right, attention_factor, c)
+
+
+METHODS: Mapping[str, Callable[..., Rescaling]] = {
+    "none": no_rescaling,
+    "pi": position_interpolation,
+    "ntk": ntk,
+    "ntk-aware": ntk_aware,
+    "dynamic-ntk": dynamic_ntk,
+    "ntk-by-parts": ntk_by_parts,
+    "yarn": yarn,
+    "llama3": llama3,
+    "ntk-rcd": ntk_rcd,
+    "yarn-rcd": yarn_rcd,
+    "longrope2": longrope2,
+}
+
+
+def rescale(
+    method: str,
+    spec: RopeSpec,
+    target_length: int,
+    *,
+    short: Sequence[float] | None = None,
+    short_attention_factor: float = 1.0,
+    provenance: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> RescaleFactors:
+    """Apply a method by name. `short` is what the model already does within its window; default ones."""
+    if method not in METHODS:
+        close = difflib.get_close_matches(method, METHODS, n=1)
+        raise FactorsError(
+            f"unknown method {method!r}",
+            hint=f"did you mean {close[0]!r}?" if close else f"one of: {', '.join(METHODS)}",
+        )
+    if target_length <= spec.original_length:
+        raise FactorsError(
+            f"target length {target_length:,} is not above the trained window of {spec.original_length:,}",
+            hint="choose a longer target; within its window the model needs no rescaling",
+        )
+    rescaling = METHODS[method](spec, target_length, **options)
+    return RescaleFactors(
+        method=method,
+        rotary_dim=spec.rotary_dim,
+        theta=spec.theta,
+        original_length=spec.original_length,
+        target_length=target_length,
+        long=tuple(rescaling.factors),
+        short=tuple(short) if short is not None else (1.0,) * spec.num_dims,
+        long_attention_factor=rescaling.attention_factor,
+        short_attention_factor=short_attention_factor,
+        critical_dimension=rescaling.critical_dimension,
+        provenance=provenance or {},
+    )
+
+
+def ntk_below(factor: float, critical_dimension: int) -> list[float]:
+    """λ_i = λ_c^(i/c) for i < c: the base change that meets `factor` at the critical dimension."""
+    return [factor ** (i / critical_dimension) for i in range(critical_dimension)]
+
+
+def yarn_temperature(ratio: float) -> float:
+    """YaRN's attention factor 0.1·ln s + 1."""
+    return 0.1 * math.log(ratio) + 1
+
+
+def longrope_temperature(ratio: float, original_length: int) -> float:
+    """LongRoPE's attention factor √(1 + ln s/ln L_train), which engines apply when a config names none."""
+    return math.sqrt(1 + math.log(ratio) / math.log(original_length))
+
+
+def _base_change(spec: RopeSpec, growth: float) -> list[float]:
+    """Factors that amount to multiplying the base by `growth`."""
+    return [growth ** (2 * i / spec.rotary_dim) for i in range(spec.num_dims)]
+
+
+def _yarn(spec: RopeSpec, target_length: int, ramp_end: int) -> Rescaling:
+    s = spec.extension_ratio(target_length)
+    low = max(math.floor(spec.dimension_completing(YARN_FAST_ROTATIONS)), 0)
+    high = min(ramp_end, spec.rotary_dim - 1)
+    if high < low:
+        raise FactorsError(
+            f"YaRN's ramp would end at dimension {high}, before it begins at {low}",
+            hint=f"give a critical dimension of at least {low}",
+        )
+    width = high - low or 0.001  # a step instead of a ramp, as YaRN's authors do
+    factors = [_blend(s, (i - low) / width) for i in range(spec.num_dims)]
+    return Rescaling(factors, yarn_temperature(s))
+
+
+def _blend(s: float, weight: float) -> float:
+    """1/λ goes linearly from 1 (weight 0) to 1/s (weight 1)."""
+    weight = min(max(weight, 0.0), 1.0)
+    return 1 / (1 - weight + weight / s)
+
+
+def _given_dimension(spec: RopeSpec, critical_dimension: int | None) -> int:
+    c = spec.middle_dimension if critical_dimension is None else critical_dimension
+    if not 1 <= c < spec.num_dims:
+        raise FactorsError(
+            f"critical dimension {c} is outside 1…{spec.num_dims - 1}",
+            hint=f"the paper searches from {spec.ten_period_dimension} to {spec.critical_dimension} here",
+        )
+    return c
+
+
+def _below_d(spec: RopeSpec) -> int:
+    if spec.rotary_dim <= 2:
+        raise FactorsError(f"this NTK formula needs a rotary dimension above 2, got {spec.rotary_dim}")
+    return spec.rotary_dim - 2
