@@ -7,7 +7,7 @@ side by side. Blends between "untouched" and "divided by s" are made in 1/λ, as
 import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from longrope2.errors import FactorsError
@@ -83,16 +83,26 @@ def llama3(spec: RopeSpec, target_length: int) -> Rescaling:
     return ntk_by_parts(spec, target_length, low_rotations=1, high_rotations=4)
 
 
-def yarn(spec: RopeSpec, target_length: int) -> Rescaling:
+def yarn(
+    spec: RopeSpec,
+    target_length: int,
+    *,
+    fast_rotations: float = YARN_FAST_ROTATIONS,
+    slow_rotations: float = YARN_SLOW_ROTATIONS,
+    truncate: bool = True,
+) -> Rescaling:
     """YaRN: a ramp over the index from 32 rotations to one, and the temperature 0.1·ln s + 1."""
-    return _yarn(spec, target_length, math.ceil(spec.dimension_completing(YARN_SLOW_ROTATIONS)))
+    low, high = spec.dimension_completing(fast_rotations), spec.dimension_completing(slow_rotations)
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    return _yarn_ramp(spec, target_length, low, high)
 
 
 def yarn_rcd(spec: RopeSpec, target_length: int, *, critical_dimension: int | None = None) -> Rescaling:
     """YaRN whose ramp ends at the real critical dimension (paper, ablation)."""
     c = _given_dimension(spec, critical_dimension)
-    rescaling = _yarn(spec, target_length, c)
-    return Rescaling(rescaling.factors, rescaling.attention_factor, c)
+    low = math.floor(spec.dimension_completing(YARN_FAST_ROTATIONS))
+    return replace(_yarn_ramp(spec, target_length, low, c), critical_dimension=c)
 
 
 def ntk_rcd(spec: RopeSpec, target_length: int, *, critical_dimension: int | None = None) -> Rescaling:
@@ -199,10 +209,9 @@ def _base_change(spec: RopeSpec, growth: float) -> list[float]:
     return [growth ** (2 * i / spec.rotary_dim) for i in range(spec.num_dims)]
 
 
-def _yarn(spec: RopeSpec, target_length: int, ramp_end: int) -> Rescaling:
+def _yarn_ramp(spec: RopeSpec, target_length: int, low: float, high: float) -> Rescaling:
     s = spec.extension_ratio(target_length)
-    low = max(math.floor(spec.dimension_completing(YARN_FAST_ROTATIONS)), 0)
-    high = min(ramp_end, spec.rotary_dim - 1)
+    low, high = max(low, 0), min(high, spec.rotary_dim - 1)
     if high < low:
         raise FactorsError(
             f"YaRN's ramp would end at dimension {high}, before it begins at {low}",

@@ -92,10 +92,9 @@ class RopeSpec:
         or its factor keeps it inside the trained range (Eq. 9: λ_i ≥ L/L_train).
         """
         factors = factors if factors is not None else [1.0] * self.num_dims
-        last_seen = self.original_length - 1
 
         def first(i: int) -> int | None:
-            position = math.floor(last_seen * factors[i] + 1e-9) + 1
+            position = math.ceil(self.original_length * factors[i] * (1 - 1e-12))
             return None if self.coverage[i] >= 1 or position >= target_length else position
 
         return tuple(first(i) for i in range(self.num_dims))

@@ -1,0 +1,300 @@
+"""What each model family's config.json says about its RoPE, read without transformers or torch.
+
+Only families in the table below are extended: an unknown layout is refused, never guessed to be a LLaMA.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from longrope2.errors import ModelError
+from longrope2.methods import longrope_temperature, ntk_by_parts, yarn, yarn_temperature
+from longrope2.rope import RopeSpec
+
+
+@dataclass(frozen=True)
+class Family:
+    """What transformers assumes where a config.json of this family is silent."""
+
+    window: int
+    theta: float = 10_000.0
+    partial_rotary: float = 1.0
+    head_dim: int | None = None
+    sliding_window: int | None = None
+
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(2048),
+    "mistral": Family(131072, sliding_window=4096),
+    "qwen2": Family(32768),
+    "qwen2_moe": Family(32768),
+    "qwen3": Family(32768, head_dim=128),
+    "qwen3_moe": Family(32768),
+    "phi": Family(2048, partial_rotary=0.5),
+    "phi3": Family(4096),
+    "gpt_neox": Family(2048, partial_rotary=0.25),
+    "gemma": Family(8192, head_dim=256),
+    "gemma2": Family(8192, head_dim=256, sliding_window=4096),
+    "gemma3_text": Family(131072, theta=1_000_000.0, head_dim=256, sliding_window=4096),
+    "olmo2": Family(2048),
+    "granite": Family(2048),
+    "stablelm": Family(4096, partial_rotary=0.25),
+    "cohere2": Family(8192, sliding_window=4096),
+    "starcoder2": Family(4096),
+    "smollm3": Family(32768, theta=2_000_000.0),
+    "gpt_oss": Family(131072, theta=150_000.0, head_dim=64, sliding_window=128),
+}
+
+# Well-known models without rotary embeddings: the refusal can say so, rather than "unknown".
+WITHOUT_ROPE = {
+    "gpt2", "gpt_bigcode", "gpt_neo", "opt", "bloom", "mpt", "bert", "roberta", "t5", "bart", "xlnet",
+    "mamba", "mamba2", "rwkv", "ctrl", "xglm", "biogpt",
+}  # fmt: skip
+
+FULL_ATTENTION = "full_attention"
+SLIDING_ATTENTION = "sliding_attention"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rescaled:
+    """The rescaling a checkpoint already carries."""
+
+    method: str
+    factors: tuple[float, ...]
+    """λ_i it applies within its original window."""
+    attention_factor: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeReading:
+    """A model's RoPE as its configuration states it."""
+
+    family: str
+    rope: RopeSpec
+    window: int
+    """The length the checkpoint claims to handle now."""
+    rescaled: Rescaled | None
+    num_layers: int
+    layer_types: tuple[str, ...]
+    """Per layer: full_attention or sliding_attention."""
+    sliding_window: int | None
+    """The span of the sliding layers, if there are any."""
+    remarks: tuple[str, ...] = ()
+    """What a user should know before extending this model."""
+
+
+def read_config(config: Mapping[str, Any], *, original_length: int | None = None) -> RopeReading:
+    """Read a config.json, of transformers 4 or 5; `original_length` overrides what it says or implies."""
+    family = config.get("model_type")
+    if family == "gemma3" and isinstance(config.get("text_config"), Mapping):
+        return read_config(
+            {"model_type": "gemma3_text", **config["text_config"]}, original_length=original_length
+        )
+    if not isinstance(family, str) or family not in FAMILIES:
+        raise _refusal(family, config)
+    defaults = FAMILIES[family]
+    layer_types, sliding_window = _layers(config, defaults)
+    parameters = _rope_parameters(config, defaults)
+    head_dim = _head_dim(config, family, defaults)
+    rotary_dim = int(head_dim * float(parameters["partial_rotary_factor"]))
+    window = _positive_int(config, "max_position_embeddings", defaults.window)
+    method = parameters["rope_type"]
+    remarks = []
+
+    found_length = original_length or _original_length(config, parameters, window)
+    if method != "default" and original_length is None and _length_is_implied(config, parameters):
+        remarks.append(
+            f"its config does not state the window before '{method}' scaling; "
+            f"{found_length:,} is implied by the factor (override with --original-length)"
+        )
+    try:
+        rope = RopeSpec(
+            rotary_dim=rotary_dim, theta=float(parameters["rope_theta"]), original_length=found_length
+        )
+    except (ValueError, TypeError) as error:
+        raise ModelError(f"the config of this {family} model is not usable: {error}") from error
+
+    if sliding_window and FULL_ATTENTION not in layer_types:
+        remarks.append(
+            f"every layer attends to a sliding window of {sliding_window:,} tokens: "
+            "rescaled RoPE cannot carry information further in one layer"
+        )
+    if family == "cohere2":
+        remarks.append("its full-attention layers have no RoPE; factors act on the sliding ones only")
+    return RopeReading(
+        family=family,
+        rope=rope,
+        window=max(window, found_length),
+        rescaled=_existing_rescaling(parameters, rope, window),
+        num_layers=len(layer_types),
+        layer_types=layer_types,
+        sliding_window=sliding_window,
+        remarks=tuple(remarks),
+    )
+
+
+def _refusal(family: Any, config: Mapping[str, Any]) -> ModelError:
+    known = ", ".join(FAMILIES)
+    if family is None:
+        return ModelError("config.json has no 'model_type'", hint="is this the folder of a language model?")
+    if family in WITHOUT_ROPE:
+        return ModelError(
+            f"'{family}' models have no rotary position embedding: there is nothing to rescale",
+            hint=f"families that can be extended: {known}",
+        )
+    if "auto_map" in config:
+        return ModelError(
+            f"'{family}' needs code from the model repository, which is never run here",
+            hint=f"families that can be extended: {known}",
+        )
+    return ModelError(
+        f"the RoPE layout of '{family}' models is not known here, and a guess could be silently wrong",
+        hint=f"families that can be extended: {known}",
+    )
+
+
+def _head_dim(config: Mapping[str, Any], family: str, defaults: Family) -> int:
+    if config.get("head_dim"):
+        return _positive_int(config, "head_dim")
+    if defaults.head_dim and "head_dim" not in config:
+        return defaults.head_dim
+    hidden, heads = _positive_int(config, "hidden_size"), _positive_int(config, "num_attention_heads")
+    if hidden % heads:
+        raise ModelError(
+            f"hidden_size {hidden} is not divisible by num_attention_heads {heads} and the config of this "
+            f"{family} model names no head_dim"
+        )
+    return hidden // heads
+
+
+def _rope_parameters(config: Mapping[str, Any], defaults: Family) -> dict[str, Any]:
+    """The RoPE of the full-attention layers, with every key and in the form of transformers 5."""
+    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(found, Mapping):
+        raise ModelError(f"rope_parameters must be an object, got {found!r}")
+    found = found.get(FULL_ATTENTION, found)
+    partial = config.get("partial_rotary_factor", config.get("rotary_pct", config.get("rope_pct")))
+    method = found.get("rope_type") or found.get("type") or "default"
+    parameters = {
+        "rope_theta": config.get("rope_theta") or config.get("rotary_emb_base") or defaults.theta,
+        "partial_rotary_factor": defaults.partial_rotary if partial is None else partial,
+        **{key: value for key, value in found.items() if value is not None},
+        "rope_type": {"su": "longrope"}.get(method, method),
+    }
+    if config.get("original_max_position_embeddings"):
+        parameters["original_max_position_embeddings"] = config["original_max_position_embeddings"]
+    return parameters
+
+
+def _length_is_implied(config: Mapping[str, Any], parameters: Mapping[str, Any]) -> bool:
+    return parameters["rope_type"] != "dynamic" and "original_max_position_embeddings" not in parameters
+
+
+def _original_length(config: Mapping[str, Any], parameters: Mapping[str, Any], window: int) -> int:
+    """L_train: the window before the rescaling that the config describes."""
+    method = parameters["rope_type"]
+    if method in ("default", "dynamic"):
+        # Dynamic NTK keeps the trained window in max_position_embeddings: it stretches only beyond it.
+        return window
+    if "original_max_position_embeddings" in parameters:
+        return _positive_int(parameters, "original_max_position_embeddings")
+    factor = parameters.get("factor")
+    if isinstance(factor, int | float) and factor >= 1:
+        return max(round(window / factor), 1)
+    raise ModelError(
+        f"the model is already rescaled by '{method}', but its config says neither the original window "
+        "nor the factor",
+        hint="give it: --original-length N",
+    )
+
+
+def _existing_rescaling(parameters: Mapping[str, Any], rope: RopeSpec, window: int) -> Rescaled | None:
+    """The factors a config already applies, so that 'short' can mean what the model does now."""
+    method = parameters["rope_type"]
+    if method == "default":
+        return None
+    factor = float(parameters.get("factor") or max(window / rope.original_length, 1.0))
+    target = round(rope.original_length * factor)
+    attention_factor = parameters.get("attention_factor")
+    if method == "linear":
+        factors: Any = [factor] * rope.num_dims
+    elif method == "dynamic":
+        factors = [1.0] * rope.num_dims
+    elif method == "yarn":
+        ramp = yarn(
+            rope,
+            target,
+            fast_rotations=parameters.get("beta_fast") or 32,
+            slow_rotations=parameters.get("beta_slow") or 1,
+            truncate=parameters.get("truncate", True),
+        )
+        factors = ramp.factors
+        attention_factor = attention_factor or _yarn_attention(parameters, factor)
+    elif method == "llama3":
+        low, high = parameters.get("low_freq_factor", 1), parameters.get("high_freq_factor", 4)
+        factors = ntk_by_parts(rope, target, low_rotations=low, high_rotations=high).factors
+    elif method == "longrope":
+        factors = parameters.get("short_factor")
+        if not isinstance(factors, list) or len(factors) != rope.num_dims:
+            raise ModelError(
+                f"the config's short_factor must list {rope.num_dims} numbers, got "
+                f"{len(factors) if isinstance(factors, list) else factors!r}"
+            )
+        if attention_factor is None and factor > 1:
+            attention_factor = longrope_temperature(factor, rope.original_length)
+    else:
+        raise ModelError(
+            f"the config's rope_type {method!r} is not known here",
+            hint="known: default, linear, dynamic, yarn, llama3, longrope",
+        )
+    return Rescaled(
+        method=method, factors=tuple(map(float, factors)), attention_factor=float(attention_factor or 1.0)
+    )
+
+
+def _yarn_attention(parameters: Mapping[str, Any], factor: float) -> float:
+    """YaRN's temperature, with DeepSeek's two-sided variant where a config asks for it."""
+    above, below = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    if factor <= 1:
+        return 1.0
+    if above and below:
+        return (0.1 * above * math.log(factor) + 1) / (0.1 * below * math.log(factor) + 1)
+    return yarn_temperature(factor)
+
+
+def _layers(config: Mapping[str, Any], defaults: Family) -> tuple[tuple[str, ...], int | None]:
+    """Each layer's kind of attention, and the sliding window where there is one."""
+    count = _positive_int(config, "num_hidden_layers")
+    family = config["model_type"]
+    span = config.get("sliding_window", defaults.sliding_window)
+    # Qwen and SmolLM3 name a window that takes effect only when a second key switches it on.
+    if not config.get("use_sliding_window", family not in ("qwen2", "qwen2_moe", "qwen3", "smollm3")):
+        span = None
+    if not span:
+        return (FULL_ATTENTION,) * count, None
+    if isinstance(config.get("layer_types"), list):
+        kinds = tuple(map(str, config["layer_types"]))
+    else:
+        full = _full_layers(config, family, count)
+        kinds = tuple(FULL_ATTENTION if i in full else SLIDING_ATTENTION for i in range(count))
+    return kinds, int(span) if SLIDING_ATTENTION in kinds else None
+
+
+def _full_layers(config: Mapping[str, Any], family: str, count: int) -> range:
+    """Which layers see everything, by each family's own rule, when a config does not list them."""
+    if family in ("qwen2", "qwen2_moe", "qwen3"):
+        return range(min(config.get("max_window_layers", 28), count))
+    if family in ("gemma2", "gpt_oss"):
+        return range(1, count, 2)
+    if family in ("gemma3_text", "cohere2"):
+        pattern = config.get("sliding_window_pattern", 6 if family == "gemma3_text" else 4)
+        return range(pattern - 1, count, pattern)
+    return range(0)  # mistral, phi3, starcoder2: all layers slide
+
+
+def _positive_int(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = config.get(key, default)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ModelError(f"the config's {key} must be a positive integer, got {value!r}")
+    return value

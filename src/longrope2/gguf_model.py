@@ -1,0 +1,210 @@
+"""GGUF files of LLaMA architecture as ordinary transformers models.
+
+llama.cpp stores the rows of W_q and W_k so that both halves of a rotated pair lie side by side; transformers
+keeps them half a head apart. Reading undoes that permutation and dequantises to float32.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from longrope2.errors import ModelError, require
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+ARCHITECTURE = "llama"
+
+# How each of llama.cpp's pre-tokenisers splits text, where it differs from GPT-2's own rule.
+LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+PLAIN_SPLITS = ("default", "gpt-2")
+DIGIT_SPLITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
+LLAMA3_SPLITS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral")
+
+
+class GGUFModel:
+    """One GGUF file: its metadata at once, its tensors when asked for."""
+
+    def __init__(self, path: Path) -> None:
+        gguf = require("gguf", extra="export", purpose="reading a GGUF file")
+        self.path = path
+        try:
+            self._reader = gguf.GGUFReader(path)
+        except (ValueError, OSError, IndexError, KeyError) as error:
+            raise ModelError(
+                f"{path}: not a readable GGUF file ({error})",
+                hint="the file may be cut short; download it again",
+            ) from error
+        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        architecture = self.value("general.architecture")
+        if architecture != ARCHITECTURE:
+            raise ModelError(
+                f"{path.name}: GGUF architecture {architecture!r} is not supported, only '{ARCHITECTURE}'",
+                hint="use the original safetensors folder of the model",
+            )
+
+    def value(self, key: str, default: Any = None) -> Any:
+        """A metadata value; keys of the architecture may leave out its name ('rope.freq_base')."""
+        for name in (key, f"{ARCHITECTURE}.{key}"):
+            field = self._reader.get_field(name)
+            if field is not None:
+                return field.contents()
+        return default
+
+    def config(self) -> dict[str, Any]:
+        """The config.json that a LLaMA folder of this model would have."""
+        hidden, heads = self._required("embedding_length"), self._required("attention.head_count")
+        head_dim = self.value("attention.key_length", hidden // heads)
+        config: dict[str, Any] = {
+            "model_type": "llama",
+            "architectures": ["LlamaForCausalLM"],
+            "vocab_size": self.value("vocab_size") or self._tensors["token_embd.weight"].shape[1].item(),
+            "hidden_size": hidden,
+            "intermediate_size": self._required("feed_forward_length"),
+            "num_hidden_layers": self._required("block_count"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": self.value("attention.head_count_kv", heads),
+            "head_dim": head_dim,
+            "max_position_embeddings": self._required("context_length"),
+            "rms_norm_eps": self.value("attention.layer_norm_rms_epsilon", 1e-5),
+            "tie_word_embeddings": "output.weight" not in self._tensors,
+            "bos_token_id": self.value("tokenizer.ggml.bos_token_id"),
+            "eos_token_id": self.value("tokenizer.ggml.eos_token_id"),
+            "rope_parameters": self._rope_parameters(head_dim),
+        }
+        return config
+
+    def _rope_parameters(self, head_dim: int) -> dict[str, Any]:
+        if self.value("rope.dimension_count", head_dim) != head_dim:
+            raise ModelError(
+                f"{self.path.name}: partial rotary in a GGUF of '{ARCHITECTURE}' is not supported"
+            )
+        parameters: dict[str, Any] = {
+            "rope_type": "default",
+            "rope_theta": float(self.value("rope.freq_base", 10_000.0)),
+        }
+        scaling = self.value("rope.scaling.type", "none")
+        original = self.value("rope.scaling.original_context_length")
+        if "rope_factors_long.weight" in self._tensors:
+            parameters |= {
+                "rope_type": "longrope",
+                "long_factor": self._list("rope_factors_long.weight"),
+                "short_factor": self._list("rope_factors_short.weight"),
+                "original_max_position_embeddings": original,
+                "attention_factor": self.value("rope.scaling.attn_factor", 1.0),
+            }
+        elif "rope_freqs.weight" in self._tensors:
+            # LLaMA 3.1 keeps its divisors as a tensor; as longrope with two equal lists they act the same.
+            divisors = self._list("rope_freqs.weight")
+            parameters |= {
+                "rope_type": "longrope",
+                "long_factor": divisors,
+                "short_factor": divisors,
+                "original_max_position_embeddings": original or 8192,
+                "attention_factor": 1.0,
+            }
+        elif scaling in ("linear", "yarn"):
+            parameters |= {"rope_type": scaling, "factor": float(self._required("rope.scaling.factor"))}
+            if original:
+                parameters["original_max_position_embeddings"] = original
+        return parameters
+
+    def model(self, *, dtype: "torch.dtype") -> Any:
+        """A LlamaForCausalLM with the dequantised weights."""
+        import torch
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(**self.config())
+        with torch.device("meta"):
+            model = LlamaForCausalLM(config)
+        state = {name: torch.from_numpy(array).to(dtype) for name, array in self._weights(config).items()}
+        model.to_empty(device="cpu")
+        missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
+        model.tie_weights()
+        missing = [name for name in missing if not (config.tie_word_embeddings and name == "lm_head.weight")]
+        if missing or unexpected:
+            raise ModelError(f"{self.path.name}: tensors missing {missing[:3]} or not known {unexpected[:3]}")
+        # Buffers made on the meta device hold garbage; a fresh rotary module has the right ones.
+        model.model.rotary_emb = type(model.model.rotary_emb)(config=config)
+        return model.eval()
+
+    def tokenizer(self) -> Any:
+        """The tokenizer, with the text split that the file names."""
+        from tokenizers import Regex, pre_tokenizers
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(self.path.parent, gguf_file=self.path.name)
+        if self.value("tokenizer.ggml.model") != "gpt2":
+            return tokenizer
+        # transformers' GGUF reader splits every BPE vocabulary like GPT-2; the file knows better.
+        split = self.value("tokenizer.ggml.pre", "default")
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split not in LLAMA3_SPLITS)
+        if split in DIGIT_SPLITS:
+            parts = [pre_tokenizers.Digits(individual_digits=True), byte_level]
+        elif split in LLAMA3_SPLITS:
+            parts = [pre_tokenizers.Split(Regex(LLAMA3_SPLIT), "isolated"), byte_level]
+        elif split in PLAIN_SPLITS:
+            parts = [byte_level]
+        else:
+            raise ModelError(
+                f"{self.path.name}: text split {split!r} is not known here, and a guess would change tokens",
+                hint="use the original safetensors folder of the model",
+            )
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
+        return tokenizer
+
+    def _weights(self, config: Any) -> "dict[str, np.ndarray]":
+        names = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
+        names["output.weight"] = "lm_head.weight"
+        for i in range(config.num_hidden_layers):
+            layer = f"model.layers.{i}."
+            names |= {
+                f"blk.{i}.attn_norm.weight": layer + "input_layernorm.weight",
+                f"blk.{i}.ffn_norm.weight": layer + "post_attention_layernorm.weight",
+                f"blk.{i}.attn_q.weight": layer + "self_attn.q_proj.weight",
+                f"blk.{i}.attn_k.weight": layer + "self_attn.k_proj.weight",
+                f"blk.{i}.attn_v.weight": layer + "self_attn.v_proj.weight",
+                f"blk.{i}.attn_output.weight": layer + "self_attn.o_proj.weight",
+                f"blk.{i}.ffn_gate.weight": layer + "mlp.gate_proj.weight",
+                f"blk.{i}.ffn_up.weight": layer + "mlp.up_proj.weight",
+                f"blk.{i}.ffn_down.weight": layer + "mlp.down_proj.weight",
+            }
+        weights = {hf: self._dequantised(name) for name, hf in names.items() if name in self._tensors}
+        unknown = set(self._tensors) - set(names)
+        unknown -= {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
+        if unknown:
+            raise ModelError(
+                f"{self.path.name}: tensors not known for '{ARCHITECTURE}': {sorted(unknown)[:3]}",
+                hint="models with experts or biases are not supported as GGUF; use the safetensors folder",
+            )
+        for name in weights:
+            if name.endswith(("q_proj.weight", "k_proj.weight")):
+                heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+                weights[name] = unpermute(weights[name], heads)
+        return weights
+
+    def _dequantised(self, name: str) -> "np.ndarray":
+        import gguf
+        import numpy as np
+
+        tensor = self._tensors[name]
+        values = gguf.dequantize(tensor.data, tensor.tensor_type)
+        return np.array(values, dtype=np.float32).reshape([int(n) for n in reversed(tensor.shape)])
+
+    def _list(self, name: str) -> list[float]:
+        return [float(value) for value in self._dequantised(name)]
+
+    def _required(self, key: str) -> Any:
+        value = self.value(key)
+        if value is None:
+            raise ModelError(f"{self.path.name}: metadata '{ARCHITECTURE}.{key}' is missing")
+        return value
+
+
+def unpermute(weight: "np.ndarray", num_heads: int) -> "np.ndarray":
+    """From llama.cpp's row order (pairs side by side) to transformers' (pairs half a head apart)."""
+    rows = weight.reshape(num_heads, weight.shape[0] // num_heads // 2, 2, *weight.shape[1:])
+    return rows.swapaxes(1, 2).reshape(weight.shape)

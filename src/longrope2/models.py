@@ -1,0 +1,199 @@
+"""A path, hub id or GGUF file becomes a description of its RoPE, and, when asked, a live model."""
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from longrope2.errors import ModelError
+from longrope2.families import RopeReading, read_config
+from longrope2.gguf_model import GGUFModel
+from longrope2.rope import RopeSpec
+
+if TYPE_CHECKING:
+    import torch
+
+ASSETS = Path(__file__).parent / "assets"
+TINY = "tiny"
+HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelInfo:
+    """What is known of a model from its configuration alone."""
+
+    name: str
+    """As the user named it."""
+    location: str
+    """A local folder or file, or the hub id."""
+    revision: str
+    """What tells this configuration from another: the hub's commit, or a hash of the config."""
+    reading: RopeReading
+
+    @property
+    def rope(self) -> RopeSpec:
+        """The RoPE of pretraining."""
+        return self.reading.rope
+
+    @property
+    def is_gguf(self) -> bool:
+        """Whether the model is one GGUF file rather than a folder."""
+        return self.location.endswith(".gguf")
+
+    def refuse_rescaled(self, *, extend_again: bool) -> None:
+        """Raise ModelError for a model that was extended before, unless the user asked for that."""
+        rescaled = self.reading.rescaled
+        if rescaled is not None and not extend_again:
+            raise ModelError(
+                f"{self.name} is already rescaled by '{rescaled.method}' "
+                f"from {self.rope.original_length:,} to {self.reading.window:,} tokens",
+                hint="extend the base model instead, or say --extend-again to replace that rescaling",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """A live model with its tokenizer and description."""
+
+    model: Any
+    tokenizer: Any
+    info: ModelInfo
+
+
+def describe(name: str | Path, *, original_length: int | None = None) -> ModelInfo:
+    """Read a model's configuration: a folder, a .gguf file, a hub id (owner/name[@revision]), or `tiny`."""
+    name = str(name)
+    if name == TINY and not Path(name).exists():
+        location: Path | str = ASSETS / TINY
+    elif Path(name).exists() or not HUB_ID.fullmatch(name):
+        location = Path(name)
+    else:
+        location = name
+    if isinstance(location, Path):
+        config, revision = _local_config(location)
+    else:
+        config, revision = _hub_config(name)
+    return ModelInfo(
+        name=name,
+        location=str(location),
+        revision=revision,
+        reading=read_config(config, original_length=original_length),
+    )
+
+
+def load(
+    name: str | Path | ModelInfo,
+    *,
+    dtype: "torch.dtype | None" = None,
+    device: "torch.device | str | None" = None,
+    attn_implementation: str | None = None,
+) -> LoadedModel:
+    """Load weights (safetensors or GGUF) and tokenizer; never pickle, never code of the repository.
+
+    The dtype defaults to bfloat16 on CUDA and float32 elsewhere, where bfloat16 is slower.
+    """
+    import torch
+
+    info = name if isinstance(name, ModelInfo) else describe(name)
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    if info.is_gguf:
+        file = GGUFModel(Path(info.location))
+        model, tokenizer = file.model(dtype=dtype), file.tokenizer()
+        if attn_implementation:
+            model.set_attn_implementation(attn_implementation)
+    else:
+        model, tokenizer = _from_pretrained(info, dtype, attn_implementation)
+    return LoadedModel(model=model.to(device).eval(), tokenizer=tokenizer, info=info)
+
+
+def _from_pretrained(
+    info: ModelInfo, dtype: "torch.dtype", attn_implementation: str | None
+) -> tuple[Any, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    match = HUB_ID.fullmatch(info.location)
+    is_local = Path(info.location).is_dir()
+    if is_local:
+        _require_safetensors(Path(info.location))
+    source = info.location if is_local or match is None else match["repo"]
+    options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": is_local}
+    if not is_local and match is not None and match["revision"]:
+        options["revision"] = match["revision"]
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype, use_safetensors=True, attn_implementation=attn_implementation, **options
+        )
+        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ModelError(
+            f"{info.name}: weights or tokenizer cannot be loaded ({_first_line(error)})"
+        ) from error
+    return model, tokenizer
+
+
+def _local_config(path: Path) -> tuple[dict[str, Any], str]:
+    if path.suffix == ".gguf" and path.is_file():
+        config = GGUFModel(path).config()
+        return config, _digest(json.dumps(config, sort_keys=True).encode())
+    file = path / "config.json"
+    if not file.is_file():
+        if not path.exists():
+            raise ModelError(
+                f"{path}: no such folder or file, and not a hub id (owner/name)",
+                hint="give a folder with config.json, a .gguf file, a hub id, or 'tiny'",
+            )
+        raise ModelError(
+            f"{path}: no config.json there",
+            hint="give the folder that holds config.json and the safetensors files, or a .gguf file",
+        )
+    return _parse_config(file), _digest(file.read_bytes())
+
+
+def _hub_config(name: str) -> tuple[dict[str, Any], str]:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    match = HUB_ID.fullmatch(name)
+    assert match is not None
+    try:
+        file = Path(hf_hub_download(match["repo"], "config.json", revision=match["revision"]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelError(
+            f"{name}: neither a local folder nor to be had from the hub ({_first_line(error)})",
+            hint="check the spelling and the network; gated models need `hf auth login`",
+        ) from error
+    # The hub's cache keeps files under snapshots/<commit>/.
+    return _parse_config(file), file.parent.name
+
+
+def _parse_config(file: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ModelError(f"{file}: not valid JSON ({error})") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{file}: expected a JSON object, got {type(config).__name__}")
+    return config
+
+
+def _require_safetensors(folder: Path) -> None:
+    if any(folder.glob("*.safetensors")):
+        return
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
+        raise ModelError(
+            f"{folder}: only pickled weights (.bin, .pt), which can run code when loaded",
+            hint="convert them to safetensors with a tool you trust, in an environment you trust",
+        )
+    raise ModelError(f"{folder}: no *.safetensors weights there")
+
+
+def _digest(content: bytes) -> str:
+    return "sha256:" + hashlib.sha256(content).hexdigest()[:16]
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

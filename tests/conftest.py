@@ -1,0 +1,81 @@
+"""Shared fixtures: one tiny random model per family, and published facts."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# No test may reach for the network, whatever it loads.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+FIXTURES = Path(__file__).parent / "fixtures"
+ORIGINAL_LENGTH = 32
+TARGET_LENGTH = 128
+
+# What each family needs beyond the common small shape; `rope` goes into rope_parameters.
+FAMILY_OPTIONS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": None},
+    "qwen2": {},
+    "qwen2_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+                  "shared_expert_intermediate_size": 32},
+    "qwen3": {"head_dim": 32},
+    "qwen3_moe": {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "phi": {"rope": {"partial_rotary_factor": 0.5}},
+    "phi3": {"rope": {"partial_rotary_factor": 0.75}},
+    "gpt_neox": {"rope": {"partial_rotary_factor": 0.25}},
+    "gemma": {"head_dim": 32},
+    "gemma2": {"head_dim": 32, "sliding_window": 16},
+    "gemma3_text": {"head_dim": 32, "sliding_window": 16, "num_hidden_layers": 6},
+    "olmo2": {},
+    "granite": {},
+    "stablelm": {"rope": {"partial_rotary_factor": 0.25}},
+    "cohere2": {"head_dim": 16, "sliding_window": 16, "num_hidden_layers": 4},
+    "starcoder2": {},
+    "smollm3": {},
+    "gpt_oss": {"head_dim": 16, "sliding_window": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+}  # fmt: skip
+
+
+def family_config(family: str, rope: dict[str, Any] | None = None, **overrides: Any) -> Any:
+    """A small config of a family whose RoPE is plain unless `rope` says otherwise."""
+    from transformers import CONFIG_MAPPING
+
+    options = dict(FAMILY_OPTIONS[family])
+    parameters = {"rope_type": "default", "rope_theta": 10_000.0, **options.pop("rope", {}), **(rope or {})}
+    if family == "gemma3_text":
+        local = {"rope_type": "default", "rope_theta": 1_000.0}
+        parameters = {"full_attention": parameters, "sliding_attention": local}
+    common = {
+        "vocab_size": 97,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": ORIGINAL_LENGTH,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "initializer_range": 0.2,  # large enough that attention is sharp and positions matter
+    }
+    return CONFIG_MAPPING[family](**{**common, **options, **overrides}, rope_parameters=parameters)
+
+
+def family_model(family: str, rope: dict[str, Any] | None = None, **overrides: Any) -> Any:
+    """A tiny random model; the same weights for every `rope`, since none has RoPE parameters."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = family_config(family, rope, **overrides)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+@pytest.fixture(scope="session")
+def published() -> dict[str, list[float]]:
+    """Published factor lists: LongRoPE2's LLaMA-3-8B, and Phi-3-mini-128k of April 2024."""
+    return json.loads((FIXTURES / "published_factors.json").read_text())

@@ -1,0 +1,205 @@
+"""Every method against transformers' own rope functions, published factors, and its promises."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from longrope2 import methods
+from longrope2.errors import FactorsError
+from longrope2.methods import METHODS, rescale
+from longrope2.rope import RopeSpec
+
+LLAMA3 = RopeSpec(rotary_dim=128, theta=5e5, original_length=8192)
+PHI3 = RopeSpec(rotary_dim=96, theta=1e4, original_length=2048)
+SMOLLM2 = RopeSpec(rotary_dim=64, theta=1e5, original_length=8192)
+TINY = RopeSpec(rotary_dim=64, theta=1e4, original_length=256)
+MODELS = [LLAMA3, PHI3, SMOLLM2, TINY]
+
+specs = st.builds(
+    RopeSpec,
+    rotary_dim=st.integers(8, 64).map(lambda n: 2 * n),
+    theta=st.floats(1e4, 1e7),
+    original_length=st.integers(256, 32768),
+)
+ratios = st.floats(1.01, 64)
+
+
+def oracle(spec, rope_type, seq_len=None, **parameters):
+    """transformers' inverse frequencies, computed by its own code from its own config."""
+    config = LlamaConfig(
+        hidden_size=spec.rotary_dim * 2,
+        num_attention_heads=2,
+        head_dim=spec.rotary_dim,
+        max_position_embeddings=spec.original_length,
+        rope_parameters={"rope_type": rope_type, "rope_theta": spec.theta, **parameters},
+    )
+    inv_freq, attention_factor = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"), seq_len=seq_len)
+    return inv_freq.double(), attention_factor
+
+
+def assert_same(factors, inv_freq, attention_factor=1.0):
+    ours = torch.tensor(factors.inv_freq(long=True), dtype=torch.float64)
+    torch.testing.assert_close(ours, inv_freq, rtol=1e-6, atol=0)
+    assert factors.long_attention_factor == pytest.approx(attention_factor, rel=1e-9)
+
+
+@pytest.mark.parametrize("spec", MODELS)
+@pytest.mark.parametrize("s", [2, 4.5, 16])
+class TestAgainstTransformers:
+    def test_pi(self, spec, s):
+        target = int(spec.original_length * s)
+        assert_same(rescale("pi", spec, target), *oracle(spec, "linear", factor=s))
+
+    def test_yarn(self, spec, s):
+        target = int(spec.original_length * s)
+        expected = oracle(spec, "yarn", factor=s, original_max_position_embeddings=spec.original_length)
+        assert_same(rescale("yarn", spec, target), *expected)
+
+    def test_llama3_and_ntk_by_parts(self, spec, s):
+        target = int(spec.original_length * s)
+        common = {
+            "factor": s,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": spec.original_length,
+        }
+        expected = oracle(spec, "llama3", high_freq_factor=4.0, **common)
+        assert_same(rescale("llama3", spec, target), *expected)
+        by_parts = oracle(spec, "llama3", high_freq_factor=32.0, **common)
+        assert_same(rescale("ntk-by-parts", spec, target), *by_parts)
+
+    def test_dynamic_ntk(self, spec, s):
+        target = int(spec.original_length * s)
+        for length in (target, target // 2 + spec.original_length):
+            expected = oracle(spec, "dynamic", seq_len=length, factor=s)
+            assert_same(rescale("dynamic-ntk", spec, target, current_length=length), *expected)
+
+    def test_ntk_aware_is_dynamic_ntk_of_factor_one(self, spec, s):
+        target = int(spec.original_length * s)
+        expected = oracle(spec, "dynamic", seq_len=target, factor=1.0)
+        assert_same(rescale("ntk-aware", spec, target), *expected)
+
+    def test_any_factors_as_longrope(self, spec, s):
+        target = int(spec.original_length * s)
+        for name in METHODS:
+            factors = rescale(name, spec, target)
+            expected = oracle(
+                spec, "longrope", seq_len=target, long_factor=list(factors.long),
+                short_factor=list(factors.short), original_max_position_embeddings=spec.original_length,
+                attention_factor=factors.long_attention_factor,
+            )  # fmt: skip
+            assert_same(factors, *expected)
+
+
+def test_published_llama3_factors_are_rebuilt_from_their_right_side(published):
+    vector = published["llama3_8b_longrope2_long"]
+    factors = rescale("longrope2", LLAMA3, 131072, critical_dimension=33, right_factors=vector[33:])
+    assert max(abs(a - b) for a, b in zip(factors.long, vector, strict=True)) < 1e-8
+    assert factors.critical_dimension == 33
+
+
+@pytest.mark.parametrize(("spec", "base"), [(LLAMA3, 7.976e7), (PHI3, 7.495e6)])
+def test_ntk_base_at_128k(spec, base):
+    factors = rescale("ntk", spec, 131072)
+    i = spec.num_dims - 1
+    rebuilt = spec.theta * factors.long[i] ** (spec.rotary_dim / (2 * i))
+    assert rebuilt == pytest.approx(base, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("spec", "ramp"), [(LLAMA3, (18, 35)), (PHI3, (12, 31)), (SMOLLM2, (10, 20)), (TINY, (0, 13))]
+)
+def test_yarn_ramps(spec, ramp):
+    target = spec.original_length * 16
+    factors = rescale("yarn", spec, target).long
+    low, high = ramp
+    assert factors[low] == 1 < factors[low + 1]
+    assert factors[high] == 16 > factors[high - 1]
+
+
+def test_temperatures():
+    assert rescale("yarn", LLAMA3, 131072).long_attention_factor == pytest.approx(0.1 * math.log(16) + 1)
+    assert methods.longrope_temperature(16, 8192) == pytest.approx(
+        math.sqrt(1 + math.log(16) / math.log(8192))
+    )
+
+
+@given(specs, ratios)
+def test_what_every_method_promises(spec, ratio):
+    target = math.ceil(spec.original_length * ratio)
+    s = spec.extension_ratio(target)
+    for name in METHODS:
+        factors = rescale(name, spec, target)
+        assert factors.oddities() == [], name  # monotone and nowhere below 1
+        if name not in ("pi", "ntk-by-parts"):
+            assert factors.long[0] == pytest.approx(1), name
+        assert factors.short == (1.0,) * spec.num_dims
+        assert factors.short_attention_factor == 1.0
+        if name not in ("none", "ntk-aware", "dynamic-ntk"):  # these do not promise the theory's bound
+            tail = factors.long[spec.critical_dimension :]
+            assert all(value >= s * (1 - 1e-9) for value in tail), name
+
+
+def test_ntk_aware_breaks_the_bound_as_the_paper_says():
+    factors = rescale("ntk-aware", LLAMA3, 131072)
+    assert factors.long[LLAMA3.critical_dimension] < 16
+    assert factors.long[-1] == pytest.approx(16)
+
+
+@given(specs, ratios, st.data())
+def test_factors_are_continuous_at_the_critical_dimension(spec, ratio, data):
+    target = math.ceil(spec.original_length * ratio)
+    s = spec.extension_ratio(target)
+    lowest = max(spec.ten_period_dimension, 1)
+    c = data.draw(st.integers(lowest, min(max(spec.critical_dimension, lowest), spec.num_dims - 1)))
+    right = sorted(
+        data.draw(st.lists(st.floats(s, 2 * s), min_size=spec.num_dims - c, max_size=spec.num_dims - c))
+    )
+    factors = rescale("longrope2", spec, target, critical_dimension=c, right_factors=right).long
+    assert list(factors[c:]) == right
+    assert factors[0] == 1
+    step = right[0] ** (1 / c)
+    for i in range(c):  # the geometric run meets the right side: λ_c is its next term
+        assert factors[i + 1] / factors[i] == pytest.approx(step, rel=1e-9)
+    assert rescale("ntk-rcd", spec, target, critical_dimension=c).long[c] == pytest.approx(s)
+    assert rescale("yarn-rcd", spec, target, critical_dimension=c).long[c] == pytest.approx(s)
+
+
+def test_one_right_factor_stands_for_all():
+    factors = rescale("longrope2", SMOLLM2, 32768, critical_dimension=20, right_factors=[6.0])
+    assert factors.long[20:] == (6.0,) * 12
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: rescale("yarm", LLAMA3, 131072), "did you mean 'yarn'"),
+        (lambda: rescale("zzz", LLAMA3, 131072), "one of: none, pi"),
+        (lambda: rescale("pi", LLAMA3, 8192), "not above the trained window of 8,192"),
+        (lambda: rescale("ntk-rcd", LLAMA3, 131072, critical_dimension=0), "outside 1…63"),
+        (lambda: rescale("ntk-rcd", LLAMA3, 131072, critical_dimension=64), "outside 1…63"),
+        (lambda: rescale("yarn-rcd", LLAMA3, 131072, critical_dimension=5), "before it begins at 18"),
+        (lambda: rescale("longrope2", LLAMA3, 131072, right_factors=[1, 2]), "expected 34"),
+        (lambda: rescale("ntk", RopeSpec(rotary_dim=8, theta=1e4, original_length=6), 64), "above 2π"),
+        (lambda: rescale("ntk-aware", RopeSpec(rotary_dim=2, theta=1e4, original_length=64), 128), "above 2"),
+    ],
+)  # fmt: skip
+def test_bad_requests(call, message):
+    with pytest.raises(FactorsError) as caught:
+        call()
+    assert message in str(caught.value)
+
+
+def test_short_side_keeps_what_the_model_already_does():
+    factors = rescale("pi", TINY, 512, short=[2.0] * 32, short_attention_factor=1.1)
+    assert factors.short == (2.0,) * 32
+    assert factors.short_attention_factor == 1.1
+
+
+def test_methods_are_documented_where_they_stand():
+    for name, method in METHODS.items():
+        assert method.__doc__, name
