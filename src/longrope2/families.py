@@ -22,6 +22,8 @@ class Family:
     partial_rotary: float = 1.0
     head_dim: int | None = None
     sliding_window: int | None = None
+    original_window: int | None = None
+    """Phi-3 alone keeps it beside the RoPE parameters, where it overrides them."""
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -32,7 +34,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3": Family(32768, head_dim=128),
     "qwen3_moe": Family(32768),
     "phi": Family(2048, partial_rotary=0.5),
-    "phi3": Family(4096),
+    "phi3": Family(4096, original_window=4096),
     "gpt_neox": Family(2048, partial_rotary=0.25),
     "gemma": Family(8192, head_dim=256),
     "gemma2": Family(8192, head_dim=256, sliding_window=4096),
@@ -102,8 +104,8 @@ def read_config(config: Mapping[str, Any], *, original_length: int | None = None
     method = parameters["rope_type"]
     remarks = []
 
-    found_length = original_length or _original_length(config, parameters, window)
-    if method != "default" and original_length is None and _length_is_implied(config, parameters):
+    found_length = original_length or _original_length(parameters, window)
+    if original_length is None and _length_is_implied(parameters):
         remarks.append(
             f"its config does not state the window before '{method}' scaling; "
             f"{found_length:,} is implied by the factor (override with --original-length)"
@@ -182,16 +184,18 @@ def _rope_parameters(config: Mapping[str, Any], defaults: Family) -> dict[str, A
         **{key: value for key, value in found.items() if value is not None},
         "rope_type": {"su": "longrope"}.get(method, method),
     }
-    if config.get("original_max_position_embeddings"):
-        parameters["original_max_position_embeddings"] = config["original_max_position_embeddings"]
+    original = config.get("original_max_position_embeddings", defaults.original_window)
+    if original:
+        parameters["original_max_position_embeddings"] = original
     return parameters
 
 
-def _length_is_implied(config: Mapping[str, Any], parameters: Mapping[str, Any]) -> bool:
-    return parameters["rope_type"] != "dynamic" and "original_max_position_embeddings" not in parameters
+def _length_is_implied(parameters: Mapping[str, Any]) -> bool:
+    rescaled = parameters["rope_type"] not in ("default", "dynamic")
+    return rescaled and "original_max_position_embeddings" not in parameters
 
 
-def _original_length(config: Mapping[str, Any], parameters: Mapping[str, Any], window: int) -> int:
+def _original_length(parameters: Mapping[str, Any], window: int) -> int:
     """L_train: the window before the rescaling that the config describes."""
     method = parameters["rope_type"]
     if method in ("default", "dynamic"):

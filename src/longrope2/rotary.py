@@ -182,7 +182,8 @@ def _prove_effect(model: nn.Module, rotary: RescaledRotary) -> None:
     near = torch.arange(8, device=device)[None]
 
     def logits(positions: Tensor, angle_scale: float) -> Tensor:
-        rotary._angle_scale = angle_scale
+        # One side only: at angle zero nothing but the two attention factors could tell rows apart.
+        chosen, rotary.long_rows, rotary._angle_scale = rotary.long_rows, True, angle_scale
         try:
             # An explicit mask: without one, gaps between positions would be read as document boundaries.
             outputs: Any = model(
@@ -192,7 +193,7 @@ def _prove_effect(model: nn.Module, rotary: RescaledRotary) -> None:
                 use_cache=False,
             )
         finally:
-            rotary._angle_scale = 1.0
+            rotary.long_rows, rotary._angle_scale = chosen, 1.0
         return outputs.logits.float()
 
     blind, seeing = logits(near, 0.0), logits(near, 1.0)
