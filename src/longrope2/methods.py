@@ -5,6 +5,7 @@ side by side. Blends between "untouched" and "divided by s" are made in 1/λ, as
 """
 
 import difflib
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -172,6 +173,13 @@ def rescale(
         raise FactorsError(
             f"target length {target_length:,} is not above the trained window of {spec.original_length:,}",
             hint="choose a longer target; within its window the model needs no rescaling",
+        )
+    accepted = set(inspect.signature(METHODS[method]).parameters) - {"spec", "target_length"}
+    unknown = sorted(set(options) - accepted)
+    if unknown:
+        raise FactorsError(
+            f"method {method!r} takes no {', '.join(unknown)}",
+            hint=f"it takes: {', '.join(sorted(accepted))}" if accepted else "it takes no options",
         )
     rescaling = METHODS[method](spec, target_length, **options)
     return RescaleFactors(

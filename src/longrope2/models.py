@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longrope2.errors import ModelError
+from longrope2.factors import RescaleFactors
 from longrope2.families import RopeReading, read_config
+from longrope2.files import package_versions
 from longrope2.gguf_model import GGUFModel
+from longrope2.methods import rescale
 from longrope2.rope import RopeSpec
 
 if TYPE_CHECKING:
@@ -51,6 +54,23 @@ class ModelInfo:
                 f"from {self.rope.original_length:,} to {self.reading.window:,} tokens",
                 hint="extend the base model instead, or say --extend-again to replace that rescaling",
             )
+
+
+def rescale_model(
+    info: ModelInfo, method: str, target_length: int, *, extend_again: bool = False, **options: Any
+) -> RescaleFactors:
+    """Factors of a closed-form method for a model; within its window it goes on as it does now."""
+    info.refuse_rescaled(extend_again=extend_again)
+    rescaled = info.reading.rescaled
+    return rescale(
+        method,
+        info.rope,
+        target_length,
+        short=rescaled.factors if rescaled else None,
+        short_attention_factor=rescaled.attention_factor if rescaled else 1.0,
+        provenance={"model": info.name, "revision": info.revision, "versions": package_versions()},
+        **options,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +132,7 @@ def load(
 def _from_pretrained(
     info: ModelInfo, dtype: "torch.dtype", attn_implementation: str | None
 ) -> tuple[Any, Any]:
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     match = HUB_ID.fullmatch(info.location)
@@ -127,7 +148,7 @@ def _from_pretrained(
             source, dtype=dtype, use_safetensors=True, attn_implementation=attn_implementation, **options
         )
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(
             f"{info.name}: weights or tokenizer cannot be loaded ({_first_line(error)})"
         ) from error

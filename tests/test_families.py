@@ -1,0 +1,208 @@
+"""What we read from config.json against what transformers reads from the same file."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from conftest import FAMILY_OPTIONS, family_config, family_model
+from longrope2.errors import ModelError
+from longrope2.families import FAMILIES, read_config
+
+SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+
+
+def rotary_frequencies(config):
+    """The frequencies that transformers' own model of this config would rotate by."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    rotary_class = next(type(m) for m in model.modules() if type(m).__name__.endswith("RotaryEmbedding"))
+    rotary = rotary_class(config)
+    prefix = "full_attention_" if "full_attention" in config.rope_parameters else ""
+    return getattr(rotary, f"{prefix}inv_freq"), getattr(rotary, f"{prefix}attention_scaling")
+
+
+def test_every_family_of_the_table_has_a_test_model():
+    assert set(FAMILY_OPTIONS) == set(FAMILIES)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_silent_configs_mean_what_transformers_takes_them_to_mean(family, tmp_path):
+    """Only model_type and the shape are given: every default must agree."""
+    small = SMALL | {"num_hidden_layers": 6}  # enough for Gemma 3 to have a full-attention layer
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family, **small}))
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    extra = {"rope_parameters": theirs.rope_parameters} if family == "gpt_oss" else {}
+    ours = read_config({"model_type": family, **small, **extra})
+    inv_freq, attention_factor = rotary_frequencies(theirs)
+    rescaled = ours.rescaled.factors if ours.rescaled else [1.0] * ours.rope.num_dims
+    frequencies = [f / x for f, x in zip(ours.rope.frequencies, rescaled, strict=True)]
+    torch.testing.assert_close(torch.tensor(frequencies), inv_freq, rtol=1e-6, atol=0)
+    assert attention_factor == pytest.approx(ours.rescaled.attention_factor if ours.rescaled else 1.0)
+    assert ours.window == theirs.max_position_embeddings
+    if getattr(theirs, "layer_types", None):
+        assert list(ours.layer_types) == theirs.layer_types
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_saved_configs_read_the_same(family, tmp_path):
+    config = family_config(family)
+    config.save_pretrained(tmp_path)
+    ours = read_config(json.loads((tmp_path / "config.json").read_text()))
+    inv_freq, _ = rotary_frequencies(AutoConfig.from_pretrained(tmp_path))
+    torch.testing.assert_close(torch.tensor(ours.rope.frequencies), inv_freq, rtol=1e-6, atol=0)
+    assert ours.rope.original_length == 32
+    assert ours.rescaled is None
+
+
+RESCALINGS = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    "yarn_with_options": {
+        "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "beta_fast": 16.0,
+        "beta_slow": 2.0, "truncate": False, "attention_factor": 1.3,
+    },
+    "yarn_two_sided": {
+        "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "mscale": 1.0,
+        "mscale_all_dim": 0.5,
+    },
+    "llama3": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "longrope": {
+        "rope_type": "longrope", "long_factor": [4.0] * 8, "short_factor": [1.0 + i / 8 for i in range(8)],
+        "original_max_position_embeddings": 64,
+    },
+    "longrope_with_temperature": {
+        "rope_type": "longrope", "long_factor": [4.0] * 8, "short_factor": [1.0] * 8, "attention_factor": 1.0,
+        "original_max_position_embeddings": 64,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RESCALINGS)
+def test_existing_rescalings_are_recognised(name, tmp_path):
+    config = family_config("llama", RESCALINGS[name], max_position_embeddings=256)
+    config.save_pretrained(tmp_path)
+    ours = read_config(json.loads((tmp_path / "config.json").read_text()))
+    assert ours.rescaled is not None
+    assert ours.rope.original_length == (256 if name == "dynamic" else 64)
+    inv_freq, attention_factor = rotary_frequencies(config)
+    frequencies = [f / x for f, x in zip(ours.rope.frequencies, ours.rescaled.factors, strict=True)]
+    torch.testing.assert_close(torch.tensor(frequencies), inv_freq, rtol=1e-6, atol=0)
+    assert ours.rescaled.attention_factor == pytest.approx(attention_factor)
+
+
+class TestPublishedConfigs:
+    """The forms that real checkpoints have, of transformers 4 and older."""
+
+    def test_llama_3_1(self):
+        reading = read_config(
+            SMALL | {
+                "model_type": "llama", "max_position_embeddings": 131072, "rope_theta": 500000.0,
+                "rope_scaling": {
+                    "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+                    "original_max_position_embeddings": 8192, "rope_type": "llama3",
+                },
+            }
+        )  # fmt: skip
+        assert (reading.rope.theta, reading.rope.original_length, reading.window) == (5e5, 8192, 131072)
+        assert reading.rescaled.method == "llama3"
+
+    def test_phi_3_mini_128k(self, published):
+        reading = read_config({
+            "model_type": "phi3", "hidden_size": 3072, "num_attention_heads": 32, "num_hidden_layers": 32,
+            "max_position_embeddings": 131072, "original_max_position_embeddings": 4096,
+            "rope_theta": 10000.0, "sliding_window": 262144, "auto_map": {"AutoConfig": "x.Phi3Config"},
+            "rope_scaling": {
+                "type": "su",
+                "long_factor": published["phi3_mini_128k_april_long"],
+                "short_factor": published["phi3_mini_128k_april_short"],
+            },
+        })  # fmt: skip
+        assert reading.rescaled.method == "longrope"
+        assert reading.rope.original_length == 4096
+        assert reading.rescaled.factors == tuple(published["phi3_mini_128k_april_short"])
+        assert reading.rescaled.attention_factor == pytest.approx(1.1902, abs=1e-4)  # √(1 + ln 32/ln 4096)
+
+    def test_gpt_neox_with_its_old_keys(self):
+        reading = read_config(SMALL | {
+            "model_type": "gpt_neox", "rotary_pct": 0.5, "rotary_emb_base": 50_000,
+        })  # fmt: skip
+        assert (reading.rope.rotary_dim, reading.rope.theta) == (8, 50_000)
+
+    def test_gemma_3_with_vision(self):
+        reading = read_config({
+            "model_type": "gemma3",
+            "text_config": {
+                "model_type": "gemma3_text", "hidden_size": 2560, "num_attention_heads": 8, "head_dim": 256,
+                "num_hidden_layers": 34, "sliding_window": 1024, "rope_theta": 1_000_000.0,
+                "rope_local_base_freq": 10_000.0, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+                "max_position_embeddings": 131072,
+            },
+        })  # fmt: skip
+        assert (reading.rope.theta, reading.rope.rotary_dim) == (1e6, 256)
+        assert reading.rope.original_length == 16384
+        assert "implied by the factor" in reading.remarks[0]
+        assert reading.layer_types.count("full_attention") == 5
+        assert reading.sliding_window == 1024
+
+    def test_mistral_7b_v01_slides_everywhere(self):
+        reading = read_config(SMALL | {"model_type": "mistral", "sliding_window": 4096})
+        assert set(reading.layer_types) == {"sliding_attention"}
+        assert "cannot carry information further" in reading.remarks[0]
+
+    def test_qwen2_window_that_is_switched_off(self):
+        base = SMALL | {"model_type": "qwen2", "sliding_window": 4096, "num_hidden_layers": 4}
+        assert read_config(base).sliding_window is None
+        on = read_config(base | {"use_sliding_window": True, "max_window_layers": 3})
+        assert on.layer_types == ("full_attention",) * 3 + ("sliding_attention",)
+
+    def test_head_dim_that_is_not_hidden_over_heads(self):
+        assert read_config(SMALL | {"model_type": "llama", "head_dim": 48}).rope.rotary_dim == 48
+        assert read_config(SMALL | {"model_type": "llama", "head_dim": None}).rope.rotary_dim == 16
+
+    def test_cohere2_is_told_about_its_nope_layers(self):
+        assert any("no RoPE" in remark for remark in read_config(SMALL | {"model_type": "cohere2"}).remarks)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, "no 'model_type'"),
+        ({"model_type": "gpt2"}, "no rotary position embedding"),
+        ({"model_type": "deepseek_v3"}, "not known here, and a guess could be silently wrong"),
+        ({"model_type": "internlm2", "auto_map": {}}, "needs code from the model repository"),
+        (SMALL | {"model_type": "llama", "hidden_size": 65}, "not divisible"),
+        (SMALL | {"model_type": "llama", "num_hidden_layers": "two"}, "num_hidden_layers must be a positive"),
+        (SMALL | {"model_type": "llama", "rope_theta": -5}, "theta must be"),
+        (SMALL | {"model_type": "llama", "rope_scaling": 3}, "rope_parameters must be an object"),
+        (SMALL | {"model_type": "llama", "rope_scaling": {"rope_type": "odd", "factor": 2}}, "'odd'"),
+        (SMALL | {"model_type": "llama", "rope_scaling": {"rope_type": "yarn"}}, "neither the original"),
+        (
+            SMALL | {"model_type": "llama", "rope_scaling": {
+                "rope_type": "longrope", "short_factor": [1.0], "original_max_position_embeddings": 64}},
+            "short_factor must list 8 numbers, got 1",
+        ),
+    ],
+)  # fmt: skip
+def test_refusals(config, message):
+    with pytest.raises(ModelError) as caught:
+        read_config(config)
+    assert message in str(caught.value)
+
+
+def test_original_length_can_be_overridden():
+    config = SMALL | {"model_type": "llama", "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    assert read_config(config).rope.original_length == 1024
+    reading = read_config(config, original_length=512)
+    assert reading.rope.original_length == 512
+    assert reading.remarks == ()
+
+
+def test_live_models_agree_with_their_configs():
+    model = family_model("phi")
+    assert read_config(model.config.to_dict()).rope.rotary_dim == 8

@@ -1,0 +1,276 @@
+"""Finding, refusing and loading models; GGUF against transformers' own reader."""
+
+import json
+import shutil
+import subprocess
+import sys
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from conftest import family_config, family_model
+from longrope2.errors import MissingExtraError, ModelError
+from longrope2.gguf_model import GGUFModel
+from longrope2.models import describe, load, rescale_model
+
+gguf = pytest.importorskip("gguf")
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory):
+    """A folder with a small byte-level BPE tokenizer that splits digits."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=["<|bos|>", "<|eos|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    tokenizer.train_from_iterator(["the cat sat on the mat and the dog ran 1234 times"] * 4, trainer)
+    folder = tmp_path_factory.mktemp("tokenizer")
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<|bos|>", eos_token="<|eos|>"
+    ).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llama_folder(tmp_path_factory, tokenizer_folder):
+    folder = tmp_path_factory.mktemp("llama")
+    family_model("llama", vocab_size=320).save_pretrained(folder)
+    for file in tokenizer_folder.iterdir():
+        shutil.copy(file, folder)
+    return folder
+
+
+def permuted(weight, heads):
+    """llama.cpp's converter, restated: pairs (i, i + half) become neighbours."""
+    rows, columns = weight.shape
+    return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
+
+
+def write_gguf(
+    path, model, tokenizer_folder, *, quantisation="F32", rope=None, architecture="llama", extra=None
+):
+    """A GGUF file as llama.cpp's converter writes it."""
+    config, state = model.config, {name: t.float().numpy() for name, t in model.state_dict().items()}
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    for call in rope or []:
+        call(writer)
+    vocabulary = json.loads((tokenizer_folder / "tokenizer.json").read_text())["model"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    tokens = sorted(vocabulary["vocab"], key=vocabulary["vocab"].get)
+    tokens += [f"<unused{i}>" for i in range(config.vocab_size - len(tokens))]
+    writer.add_token_list(tokens)
+    writer.add_token_types([3, 3] + [1] * (config.vocab_size - 2))
+    writer.add_token_merges([" ".join(m) for m in vocabulary["merges"]] or ["a b"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    writer.add_add_bos_token(False)
+
+    def add(name, array):
+        kind = gguf.GGMLQuantizationType[quantisation] if array.ndim > 1 else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(name, gguf.quantize(array, kind), raw_dtype=kind)
+
+    add("token_embd.weight", state["model.embed_tokens.weight"])
+    add("output_norm.weight", state["model.norm.weight"])
+    if not config.tie_word_embeddings:
+        add("output.weight", state["lm_head.weight"])
+    names = {
+        "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
+        "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+    }  # fmt: skip
+    for i in range(config.num_hidden_layers):
+        for theirs, ours in names.items():
+            weight = state[f"model.layers.{i}.{ours}.weight"]
+            if theirs in ("attn_q", "attn_k"):
+                weight = permuted(weight, heads if theirs == "attn_q" else kv_heads)
+            add(f"blk.{i}.{theirs}.weight", weight)
+    for name, array in (extra or {}).items():
+        writer.add_tensor(name, np.asarray(array, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def gguf_model(**overrides):
+    return family_model("llama", vocab_size=320, head_dim=16, **overrides)
+
+
+class TestFolders:
+    def test_load(self, llama_folder):
+        loaded = load(llama_folder)
+        assert loaded.info.rope.original_length == 32
+        assert loaded.model.dtype == torch.float32
+        assert loaded.tokenizer.decode(loaded.tokenizer("the cat").input_ids) == "the cat"
+
+    def test_config_alone_is_enough_to_describe(self, tmp_path):
+        family_config("qwen3").save_pretrained(tmp_path)
+        info = describe(tmp_path)
+        assert info.reading.family == "qwen3"
+        assert info.revision.startswith("sha256:")
+        with pytest.raises(ModelError, match=r"no \*.safetensors weights"):
+            load(info)
+
+    def test_describe_imports_no_torch(self, llama_folder):
+        code = (
+            "import sys; from longrope2.models import describe, rescale_model\n"
+            f"rescale_model(describe({str(llama_folder)!r}), 'yarn', 64)\n"
+            "assert not {'torch', 'transformers'} & set(sys.modules), 'heavy import'"
+        )
+        subprocess.run([sys.executable, "-c", code], check=True)
+
+    def test_pickled_weights_are_refused(self, llama_folder, tmp_path):
+        shutil.copytree(llama_folder, tmp_path / "m")
+        (tmp_path / "m" / "model.safetensors").rename(tmp_path / "m" / "pytorch_model.bin")
+        with pytest.raises(ModelError, match="only pickled weights"):
+            load(tmp_path / "m")
+
+    def test_damaged_weights_are_one_clear_error(self, llama_folder, tmp_path):
+        shutil.copytree(llama_folder, tmp_path / "m")
+        file = tmp_path / "m" / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:1000])
+        with pytest.raises(ModelError, match="cannot be loaded"):
+            load(tmp_path / "m")
+
+    def test_missing_places(self, tmp_path):
+        with pytest.raises(ModelError, match="no such folder or file"):
+            describe("nowhere")
+        with pytest.raises(ModelError, match=r"no config.json there"):
+            describe(tmp_path)
+
+    @pytest.mark.parametrize("text", ["{", "[]", "\udcff"])
+    def test_broken_config(self, tmp_path, text):
+        (tmp_path / "config.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+        with pytest.raises(ModelError, match=r"not valid JSON|expected a JSON object"):
+            describe(tmp_path)
+
+    def test_hub_ids_fail_clearly_without_network(self):
+        with pytest.raises(ModelError, match="neither a local folder nor to be had from the hub"):
+            describe("nobody/nothing@main")
+
+    def test_hub_config_is_used(self, monkeypatch, tmp_path):
+        snapshot = tmp_path / "snapshots" / "abc123"
+        family_config("llama").save_pretrained(snapshot)
+        calls = []
+
+        def download(repo, file, revision=None):
+            calls.append((repo, file, revision))
+            return str(snapshot / file)
+
+        monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+        info = describe("owner/name@v2")
+        assert calls == [("owner/name", "config.json", "v2")]
+        assert info.revision == "abc123"
+
+
+class TestExtendedModels:
+    RESCALED: ClassVar = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+
+    def test_second_extension_needs_a_word(self, tmp_path):
+        family_config("llama", self.RESCALED, max_position_embeddings=128).save_pretrained(tmp_path)
+        info = describe(tmp_path)
+        assert info.rope.original_length == 32
+        with pytest.raises(ModelError, match="already rescaled by 'yarn' from 32 to 128"):
+            rescale_model(info, "ntk", 256)
+        factors = rescale_model(info, "ntk", 256, extend_again=True)
+        assert factors.short == info.reading.rescaled.factors
+        assert factors.short_attention_factor > 1
+
+
+class TestGGUF:
+    @pytest.mark.parametrize("quantisation", ["F32", "F16", "Q8_0", "Q4_1"])
+    @pytest.mark.parametrize("tied", [False, True])
+    def test_same_logits_as_transformers_reader(self, tmp_path, tokenizer_folder, quantisation, tied):
+        model = gguf_model(tie_word_embeddings=tied)
+        path = write_gguf(tmp_path / "m.gguf", model, tokenizer_folder, quantisation=quantisation)
+        loaded = load(path)
+        theirs = AutoModelForCausalLM.from_pretrained(
+            tmp_path, gguf_file="m.gguf", dtype=torch.float32
+        ).eval()
+        tokens = torch.randint(2, 320, (2, 48), generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            ours, expected, source = (m(tokens).logits for m in (loaded.model, theirs, model))
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+        if quantisation == "F32":
+            torch.testing.assert_close(ours, source, rtol=1e-5, atol=1e-5)
+        assert loaded.info.rope.rotary_dim == 16
+
+    def test_tokenizer_splits_as_the_file_says(self, tmp_path, tokenizer_folder):
+        from transformers import AutoTokenizer
+
+        path = write_gguf(tmp_path / "m.gguf", gguf_model(), tokenizer_folder)
+        ours, source = GGUFModel(path).tokenizer(), AutoTokenizer.from_pretrained(tokenizer_folder)
+        text = "the dog ran 1234567 times,\n  it's 98%"
+        assert ours(text).input_ids == source(text).input_ids
+        assert ours.decode(ours(text).input_ids) == text
+
+    def test_extended_files_are_recognised(self, tmp_path, tokenizer_folder):
+        rope = [
+            lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE),
+            lambda w: w.add_rope_scaling_orig_ctx_len(16),
+            lambda w: w.add_rope_scaling_attn_factors(1.25),
+        ]
+        factors = {"rope_factors_long.weight": [2.0] * 8, "rope_factors_short.weight": [1.5] * 8}
+        path = write_gguf(tmp_path / "l.gguf", gguf_model(), tokenizer_folder, rope=rope, extra=factors)
+        reading = describe(path).reading
+        assert reading.rescaled.method == "longrope"
+        assert reading.rescaled.factors == (1.5,) * 8
+        assert reading.rescaled.attention_factor == 1.25
+        assert reading.rope.original_length == 16
+        assert load(path).model.config.rope_parameters["long_factor"] == [2.0] * 8
+
+        path = write_gguf(
+            tmp_path / "f.gguf", gguf_model(), tokenizer_folder, extra={"rope_freqs.weight": [3.0] * 8}
+        )
+        assert describe(path).reading.rescaled.factors == (3.0,) * 8
+        rope = [
+            lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LINEAR),
+            lambda w: w.add_rope_scaling_factor(2.0),
+        ]
+        path = write_gguf(tmp_path / "s.gguf", gguf_model(), tokenizer_folder, rope=rope)
+        assert describe(path).reading.rescaled.factors == (2.0,) * 8
+
+    def test_refusals(self, tmp_path, tokenizer_folder):
+        broken = tmp_path / "broken.gguf"
+        broken.write_bytes(b"GGUF but not really")
+        with pytest.raises(ModelError, match="not a readable GGUF file"):
+            describe(broken)
+        other = write_gguf(tmp_path / "o.gguf", gguf_model(), tokenizer_folder, architecture="qwen2")
+        with pytest.raises(ModelError, match="architecture 'qwen2' is not supported"):
+            describe(other)
+        bias = write_gguf(
+            tmp_path / "b.gguf", gguf_model(), tokenizer_folder, extra={"blk.0.attn_q.bias": [0.0] * 64}
+        )
+        with pytest.raises(ModelError, match="tensors not known"):
+            load(bias)
+
+    def test_missing_package_names_the_extra(self, monkeypatch, tmp_path):
+        (tmp_path / "m.gguf").touch()
+        monkeypatch.setitem(sys.modules, "gguf", None)
+        with pytest.raises(MissingExtraError, match=r"pip install 'longrope2\[export\]'"):
+            describe(tmp_path / "m.gguf")
