@@ -9,12 +9,17 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from longrope2.errors import LongRopeError
+
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`; it takes the final name only if the block succeeds."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=path.suffix)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=path.suffix)
+    except OSError as error:
+        raise LongRopeError(f"{path}: cannot be written ({error.strerror})") from error
     os.close(handle)
     temporary = Path(name)
     # mkstemp makes private files; an artefact gets the permissions any new file of the user would have.

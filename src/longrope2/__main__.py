@@ -1,0 +1,5 @@
+"""`python -m longrope2`, which torchrun needs."""
+
+from longrope2.cli import main
+
+main()

@@ -1,0 +1,271 @@
+"""Long texts from anywhere: the package's own books, files, folders or a hub dataset."""
+
+import gzip
+import json
+import lzma
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import resources
+from importlib.resources.abc import Traversable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from longrope2.errors import DataError, require
+
+KINDS = (
+    "a folder of .txt files, a .txt, .jsonl, .jsonl.gz or .parquet file, or a hub dataset as owner/name:split"
+)
+FILE_SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
+TITLE_COLUMNS = ("title", "short_book_title", "name")
+HUB_ID = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<split>\w[\w.-]*))?", re.ASCII)
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Book:
+    """One long text and where it came from."""
+
+    title: str
+    text: str
+    source: str  # the file, row or dataset
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackagedBook:
+    """One line of the manifest of the package's books."""
+
+    file: str
+    title: str
+    author: str
+    year: int  # of the first publication
+    source: str
+    characters: int
+    sha256: str  # of the text in UTF-8
+    held_out: bool  # never used to train the tiny base model
+
+
+def package_manifest() -> tuple[PackagedBook, ...]:
+    """What the package's books are, without reading their texts."""
+    entries = json.loads((_package_folder() / "manifest.json").read_text(encoding="utf-8"))
+    return tuple(PackagedBook(**entry) for entry in entries)
+
+
+def read_books(
+    source: str | Path | None = None,
+    *,
+    text_column: str = "text",
+    held_out: bool | None = None,
+    limit: int | None = None,
+) -> Iterator[Book]:
+    """Books from `source`, each read only when it is asked for; None means the package's own.
+
+    `text_column` applies to .jsonl, .parquet and hub sources, `held_out` to the package's books alone.
+    """
+    if limit is not None and limit < 1:
+        raise DataError(f"limit is {limit}, at least 1 expected", hint="leave it out to read every book")
+    return islice(_open(source, text_column, held_out), limit)
+
+
+def long_enough(
+    books: Iterable[Book],
+    length: int,
+    count_tokens: Callable[[str], int],
+    *,
+    note: Callable[[str], None],
+) -> Iterator[Book]:
+    """The books of at least `length` tokens; each other one is told to `note`."""
+    longest: tuple[int, str] | None = None
+    kept = False
+    for book in books:
+        tokens = _count_up_to(book.text, length, count_tokens)
+        if tokens >= length:
+            kept = True
+            yield book
+            continue
+        note(f"skipped '{book.title}': {tokens:,} tokens, {length:,} needed")
+        if longest is None or tokens > longest[0]:
+            longest = (tokens, book.title)
+    if kept:
+        return
+    if longest is None:
+        raise DataError("no books to choose from", hint=f"give {KINDS}")
+    raise DataError(
+        f"no book is long enough: {length:,} tokens needed, the longest, '{longest[1]}', has {longest[0]:,}",
+        hint="give longer books or ask for a shorter length",
+    )
+
+
+def _count_up_to(text: str, length: int, count_tokens: Callable[[str], int]) -> int:
+    """The number of tokens of `text`: exact below `length`, otherwise maybe just enough of them."""
+    # Few texts have more than six characters a token, so the first try mostly decides. Cutting a word can
+    # change its tokens; the margin is far more than one word has.
+    margin = 64
+    end = 6 * (max(length, 0) + margin)
+    while end < len(text):
+        tokens = count_tokens(text[:end])
+        if tokens >= length + margin:
+            return tokens
+        end *= 2
+    return count_tokens(text)
+
+
+def _open(source: str | Path | None, text_column: str, held_out: bool | None) -> Iterator[Book]:
+    """Find out what `source` is; what is plainly wrong is refused here, before the first book."""
+    if source is None:
+        return _read_package(held_out)
+    path = Path(source).expanduser()
+    if isinstance(source, Path) or (source.strip() and path.exists()):
+        return _open_path(path, text_column)
+    hub_id = HUB_ID.fullmatch(source)
+    # `books/emma.txt` could name a dataset too, but is surely a mistyped file.
+    if hub_id is not None and not source.lower().endswith(FILE_SUFFIXES):
+        split = hub_id["split"] or "train"
+        where = f"{hub_id['name']}:{split}"
+        return _from_rows(_read_hub(hub_id["name"], split), text_column, where)
+    raise DataError(f"'{source}' is neither a file or folder here nor a hub dataset id", hint=f"give {KINDS}")
+
+
+def _open_path(path: Path, text_column: str) -> Iterator[Book]:
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.suffix.lower() == ".txt" and file.is_file())
+        if not files:
+            raise DataError(f"{path}: no .txt file in this folder", hint=f"give {KINDS}")
+        return map(_read_text_file, files)
+    if not path.is_file():
+        raise DataError(f"{path}: no such file or folder", hint="check the spelling of the path")
+    name = path.name.lower()
+    if name.endswith(".txt"):
+        return map(_read_text_file, [path])
+    if name.endswith((".jsonl", ".jsonl.gz")):
+        return _from_rows(_read_jsonl(path), text_column, str(path))
+    if name.endswith(".parquet"):
+        return _from_rows(_read_parquet(path, text_column), text_column, str(path))
+    raise DataError(f"{path}: not a kind of file that is read", hint=f"give {KINDS}")
+
+
+def _package_folder() -> Traversable:
+    return resources.files("longrope2") / "assets" / "books"
+
+
+def _read_package(held_out: bool | None) -> Iterator[Book]:
+    for entry in package_manifest():
+        if held_out is not None and entry.held_out != held_out:
+            continue
+        with (_package_folder() / entry.file).open("rb") as compressed, lzma.open(compressed) as opened:
+            yield Book(title=entry.title, text=opened.read().decode("utf-8"), source=entry.source)
+
+
+def _read_text_file(path: Path) -> Book:
+    try:
+        text = _decode(path.read_bytes(), str(path))
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})", hint="check its permissions") from error
+    return _book(path.stem, text.replace("\r\n", "\n").replace("\r", "\n"), str(path))
+
+
+def _read_jsonl(path: Path) -> Iterator[tuple[str, Row]]:
+    opener: Any = gzip.open if path.suffix.lower() == ".gz" else open
+    try:
+        # Read as bytes, so that a line that is not UTF-8 can be named.
+        with opener(path, "rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    where = f"{path}, line {number}"
+                    yield where, _json_object(_decode(line, where), where)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: cannot be read ({error})", hint="check that the file is whole") from error
+
+
+def _json_object(line: str, where: str) -> Row:
+    hint = "a .jsonl file holds one JSON object per line"
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: not valid JSON ({error})", hint=hint) from error
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: a JSON {type(row).__name__}, an object expected", hint=hint)
+    return row
+
+
+def _read_parquet(path: Path, text_column: str) -> Iterator[tuple[str, Row]]:
+    arrow = require("pyarrow", extra="eval", purpose="reading parquet files")
+    parquet = require("pyarrow.parquet", extra="eval", purpose="reading parquet files")
+    try:
+        with parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if text_column not in names:
+                raise _no_column(text_column, names, str(path))
+            columns = [name for name in names if name == text_column or name in TITLE_COLUMNS]
+            # Whole row groups can be gigabytes of text; a few books at a time suffice.
+            batches = file.iter_batches(batch_size=8, columns=columns)
+            rows = (row for batch in batches for row in batch.to_pylist())
+            for number, row in enumerate(rows, start=1):
+                yield f"{path}, row {number}", row
+    except (OSError, arrow.ArrowException) as error:
+        raise DataError(f"{path}: not a readable parquet file ({error})", hint="write it again") from error
+
+
+def _read_hub(name: str, split: str) -> Iterator[tuple[str, Row]]:
+    datasets = require("datasets", extra="eval", purpose="reading a hub dataset")
+    try:
+        rows = datasets.load_dataset(name, split=split, streaming=True)
+        for number, row in enumerate(rows, start=1):
+            yield f"{name}:{split}, row {number}", row
+    # Anything may come up from the network, the hub or the dataset's own files.
+    except Exception as error:
+        raise DataError(
+            f"'{name}' is no file or folder here, and as a hub dataset its split '{split}' cannot be read "
+            f"({type(error).__name__}: {error})",
+            hint="check the spelling, the split (owner/name:split) and the connection",
+        ) from error
+
+
+def _from_rows(rows: Iterable[tuple[str, Row]], text_column: str, source: str) -> Iterator[Book]:
+    empty = True
+    for where, row in rows:
+        empty = False
+        if text_column not in row:
+            raise _no_column(text_column, row, where)
+        text = row[text_column]
+        if not isinstance(text, str):
+            raise DataError(
+                f"{where}: column '{text_column}' holds a {type(text).__name__}, a string expected",
+                hint="name the column of the text",
+            )
+        title = next((str(row[column]) for column in TITLE_COLUMNS if row.get(column)), where)
+        yield _book(title, text, where)
+    if empty:
+        raise DataError(f"{source}: no rows", hint=f"give {KINDS}")
+
+
+def _book(title: str, text: str, source: str) -> Book:
+    """A book whose text any tokenizer will take."""
+    if "\0" in text:
+        raise DataError(f"{source}: holds NUL characters, so it is not text", hint="give plain text in UTF-8")
+    try:
+        # JSON can spell half a character (a lone surrogate), on which tokenizers fail much later.
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(f"{source}: not valid Unicode ({error})", hint="give plain text in UTF-8") from error
+    return Book(title=title, text=text, source=source)
+
+
+def _decode(data: bytes, where: str) -> str:
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{where}: not UTF-8 (byte {error.start:,} is 0x{data[error.start]:02x})",
+            hint="convert it: iconv -f LATIN1 -t UTF-8 old.txt > new.txt",
+        ) from error
+
+
+def _no_column(text_column: str, columns: Iterable[str], where: str) -> DataError:
+    return DataError(
+        f"{where}: no column '{text_column}', only {', '.join(columns) or 'none at all'}",
+        hint="name the column of the text",
+    )

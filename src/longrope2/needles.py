@@ -1,0 +1,409 @@
+"""Books → seeded needle documents of exactly the wanted length, with the answer's tokens marked."""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from longrope2.books import Book, long_enough
+from longrope2.errors import DataError, all_problems
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_ADJECTIVES = """
+    amber ample brisk broad calm careful cheerful clever coastal curious daring distant dusty eager early
+    earnest faithful famous fierce gentle gifted golden graceful hollow honest humble icy idle jolly keen
+    kindly lively lonely loyal mellow misty modest narrow nimble noble numerous patient placid plain polite
+    proud quaint quiet rapid restless rugged rustic silent silver sleepy slender solemn steady stormy sturdy
+    tender thrifty vivid wistful"""
+_NOUNS = """
+    acorn anchor anvil apple badger banner barrel beacon bonnet bridge bucket candle canoe carpet castle
+    chimney clover compass copper cradle cricket donkey falcon feather fiddle forest garden goblet hammer
+    harbor helmet heron island kettle kite ladder lantern lemon lobster magnet meadow mirror otter paddle
+    parrot pebble pepper pigeon pillow pocket pumpkin rabbit ribbon saddle sandal shovel spider thimble
+    tunnel turnip velvet violin walnut willow"""
+ADJECTIVES = tuple(_ADJECTIVES.split())
+NOUNS = tuple(_NOUNS.split())
+ATTEMPTS = 12
+# After so many failed draws a document leaves its own book for the next one.
+ATTEMPTS_IN_OWN_BOOK = 4
+WORD_START = re.compile(r"(?<=\s)\S")
+SENTENCE_END = re.compile(r"[.!?][\"'”’)]*\s*$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeedleTemplate:
+    """The fixed sentences of a needle document; the defaults are those of the paper's appendix.
+
+    `{key}` and `{value}` stand for what is hidden; any other brace is plain text.
+    """
+
+    instruction: str = (
+        "A special magic number is hidden within the following text. Make sure to memorize it. "
+        "I will quiz you about the number afterwards."
+    )
+    """Opens the document; may be empty."""
+    needle: str = "One of the special magic numbers for {key} is: {value}."
+    question: str = "What is the special magic number for {key} mentioned in the provided text?"
+    answer_prefix: str = "The special magic number for {key} mentioned in the provided text is"
+    """Stands after the question; the value follows it and ends the document."""
+
+    def __post_init__(self) -> None:
+        problems = []
+        for field, key, value in (
+            ("instruction", "no", "no"),
+            ("needle", "at least one", "exactly one"),
+            ("question", "at least one", "no"),
+            ("answer_prefix", "at least one", "no"),
+        ):
+            text = getattr(self, field)
+            if not isinstance(text, str):
+                problems.append(f"{field} must be a string, got {text!r}")
+                continue
+            for placeholder, wanted in (("{key}", key), ("{value}", value)):
+                seen = text.count(placeholder)
+                if (wanted == "no") != (seen == 0) or (wanted == "exactly one" and seen > 1):
+                    problems.append(f"{field} must hold {wanted} {placeholder}, got {text!r}")
+        if problems:
+            raise DataError(
+                all_problems("needle template", problems),
+                hint="the value stands once in the needle and nowhere else; "
+                "the key stands in needle, question and answer_prefix",
+            )
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "NeedleTemplate":
+        """A template from a config table; what it leaves out keeps its default."""
+        known = [field.name for field in fields(cls)]
+        unknown = [f"unknown key {name!r}" for name in values if name not in known]
+        if unknown:
+            raise DataError(all_problems("needle template", unknown), hint=f"the keys are {', '.join(known)}")
+        return cls(**values)
+
+
+PAPER_TEMPLATE = NeedleTemplate()
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeedleDocument:
+    """One document: instruction, book with the needle in it, question, answer prefix, answer."""
+
+    token_ids: tuple[int, ...]
+    """The whole document, answer included; it opens as the tokenizer opens a text (one BOS or none)."""
+    answer_start: int
+    """The answer is `token_ids[answer_start:]`, always up to the end."""
+    needle_start: int
+    """Index of the first token of the needle sentence."""
+    key: str
+    value: str
+    depth: float
+    """Where the needle really stands: 0 before the first token of the book text, 1 after its last."""
+    book: str
+    """Title of the book."""
+    book_start: int
+    """Index of the first character used of the book."""
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """Everything before the answer."""
+        return self.token_ids[: self.answer_start]
+
+    @property
+    def answer_mask(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        """True for the tokens of the answer, one entry per token."""
+        return np.arange(len(self.token_ids)) >= self.answer_start
+
+
+def key_value(rng: np.random.Generator, value_digits: int = 7) -> tuple[str, str]:
+    """Draw a key like "numerous-kite" and a number of `value_digits` digits that does not start with 0."""
+    key = f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"
+    digits = [rng.integers(1, 10), *rng.integers(0, 10, size=value_digits - 1)]
+    return key, "".join(str(digit) for digit in digits)
+
+
+def make_needles(
+    tokenizer: "PreTrainedTokenizerBase",
+    books: Iterable[Book],
+    *,
+    length: int,
+    count: int,
+    seed: int,
+    depth: float | Sequence[float] | Literal["uniform"] = 0.0,
+    template: NeedleTemplate = PAPER_TEMPLATE,
+    value_digits: int = 7,
+    note: Callable[[str], None] | None = None,
+) -> list[NeedleDocument]:
+    """Make `count` documents of exactly `length` tokens, each with its own key, value and place in a book.
+
+    Document k is the same however many are asked for. Several depths are taken in turn; "uniform" draws one
+    per document. With fewer long books than documents, books serve again from another start.
+    """
+    depths = (depth,) if isinstance(depth, int | float) else depth
+    _check_arguments(count, seed, depths, value_digits)
+    note = note or (lambda message: None)
+    codec = _Codec(tokenizer)
+    shelf = _Shelf(codec, books, length=length, seed=seed, note=note)
+    maker = _Maker(codec=codec, shelf=shelf, template=template, length=length, value_digits=value_digits)
+    documents: list[NeedleDocument] = []
+    for index in range(count):
+        # The middle number keeps these streams apart from the one that shuffles the books.
+        rng = np.random.default_rng([seed, 1, index])
+        wanted = float(rng.uniform()) if depths == "uniform" else depths[index % len(depths)]
+        documents.append(maker.make(documents, wanted, rng))
+    if count > len(shelf.books):
+        note(
+            f"{count} documents from {len(shelf.books)} books long enough for {length:,} tokens: "
+            "books serve more than once, each time from another start"
+        )
+    return documents
+
+
+def _check_arguments(count: int, seed: int, depths: Sequence[float] | str, value_digits: int) -> None:
+    """Raise DataError naming every bad argument."""
+    limits = (("count", count, 1), ("seed", seed, 0), ("value_digits", value_digits, 1))
+    problems = [
+        f"{name} must be at least {least}, got {seen}" for name, seen, least in limits if seen < least
+    ]
+    # No two documents of a call share a key or a value.
+    most = min(len(ADJECTIVES) * len(NOUNS), 9 * 10 ** (max(value_digits, 1) - 1))
+    if count > most:
+        problems.append(f"count must be at most {most} with {value_digits} value_digits, got {count}")
+    numbers = () if isinstance(depths, str) else depths
+    if depths != "uniform" and not (numbers and all(0.0 <= number <= 1.0 for number in numbers)):
+        problems.append(f'depth must be one or more numbers from 0 to 1, or "uniform", got {depths!r}')
+    if problems:
+        raise DataError(all_problems("needle documents", problems))
+
+
+class _Codec:
+    """One tokenizer: text to ids as they stand in a given place, and ids back to text."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+        self.tokenizer = tokenizer
+        self.bos: int | None = tokenizer.bos_token_id
+        # The tokenizer's own rule decides: many have such a token and do not put it before a text.
+        self.opening: list[int] = [self.bos] if self.bos in tokenizer("x").input_ids[:1] else []
+
+    def ids(self, text: str, *, after: str = "") -> list[int]:
+        """The ids of `text` in the middle of a text; at its very start where `after` is empty.
+
+        Some tokenizers put a space before whatever they are given; `after` takes that space upon itself.
+        """
+        before, whole = self._encode(after), self._encode(after + text)
+        return whole[len(before) :] if whole[: len(before)] == before else self._encode(text)
+
+    def text(self, ids: Sequence[int]) -> str:
+        return str(
+            self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        )
+
+    def _encode(self, text: str) -> list[int]:
+        # A book that speaks of "<s>" means the three characters, not the special token.
+        return self.tokenizer(
+            text, add_special_tokens=False, split_special_tokens=True, verbose=False
+        ).input_ids
+
+    def split_answer(self, prompt: str, value: str) -> tuple[list[int], list[int]]:
+        """The ids of the prompt and of the value after it, where no token belongs to both."""
+        space = "" if prompt[-1].isspace() else " "
+        prompt_ids = self.ids(prompt, after="a")
+        prompt_text = self.text(prompt_ids).rstrip()
+        # As one text first, since that is what a model has seen; apart where a token would span the seam.
+        apart = prompt_ids + self.ids(space + value, after="a")
+        for ids in (self.ids(prompt + space + value, after="a"), apart):
+            # The shortest tail that reads as the value: a lone space before it belongs to the prompt.
+            for start in range(len(ids) - 1, max(0, len(ids) - len(value) - 2), -1):
+                if self.text(ids[start:]).strip() == value and self.text(ids[:start]).rstrip() == prompt_text:
+                    return ids[:start], ids[start:]
+        raise DataError(
+            f"the tokenizer has no separate tokens for the answer {value!r}: it reads back "
+            f"{self.text(apart)!r} for {prompt + space + value!r}",
+            hint="needle documents need a tokenizer that can write digits",
+        )
+
+    def place(self, ids: Sequence[int], depth: float) -> int:
+        """The index near `depth` to insert a sentence at: where a sentence ends if one does, or a word."""
+        wanted = round(depth * len(ids))
+        if depth in (0.0, 1.0):
+            return wanted
+        # Half a percent of the text, but enough to meet a word in a short one.
+        reach = min(128, max(16, len(ids) // 200))
+        nearby = range(max(1, wanted - reach), min(len(ids), wanted + reach + 1))
+        words = []
+        for index in sorted(nearby, key=lambda index: abs(index - wanted)):
+            # Decoders drop the space before the first token they see, so both texts start a little earlier.
+            before = self.text(ids[max(0, index - 8) : index])
+            through = self.text(ids[max(0, index - 8) : index + 1])
+            if through.startswith(before) and through[len(before) :][:1].isspace():
+                if SENTENCE_END.search(before):
+                    return index
+                words.append(index)
+        return words[0] if words else wanted
+
+
+class _Shelf:
+    """The books of at least `length` tokens in seeded order, looked at only when their turn comes."""
+
+    def __init__(
+        self, codec: _Codec, books: Iterable[Book], *, length: int, seed: int, note: Callable[[str], None]
+    ) -> None:
+        given = list(dict.fromkeys(books))
+        order = np.random.default_rng([seed, 0]).permutation(len(given))
+        self.books: list[Book] = []
+        self.used: set[tuple[Book, int]] = set()
+        self._codec, self._length = codec, length
+        self._unseen = long_enough((given[index] for index in order), length, self._count_tokens, note=note)
+
+    def book(self, number: int) -> Book:
+        """The book whose turn it is: a new one while there is one, then all over again."""
+        while len(self.books) <= number and (book := next(self._unseen, None)) is not None:
+            self.books.append(book)
+        return self.books[number % len(self.books)]
+
+    def cut(
+        self, book: Book, budget: int, fraction: float, *, after: str, lead: str
+    ) -> tuple[int, list[int]]:
+        """`budget` ids from about `fraction` of the possible starts on, and the character they start at."""
+        need = math.ceil(budget * self._characters_per_token(book.text))
+        if 1.2 * need < len(book.text):
+            # A book with room to spare affords a margin that mostly saves the second try.
+            need = math.ceil(1.05 * need)
+        while True:
+            start = _word_start(book.text, int(fraction * max(0, len(book.text) - need)))
+            ids = self._codec.ids(lead + book.text[start : start + need], after=after)
+            if len(ids) >= budget or need >= len(book.text):
+                return start, ids[:budget]
+            need = math.ceil(1.02 * need * budget / max(1, len(ids)))
+
+    def _count_tokens(self, text: str) -> int:
+        """The tokens of `text`, in two digits where that is enough to tell whether it is long enough."""
+        about = len(text) / self._characters_per_token(text)
+        if 0.7 * self._length < about < 1.3 * self._length:
+            return len(self._codec.ids(text))
+        return int(float(f"{about:.2g}"))
+
+    def _characters_per_token(self, text: str) -> float:
+        starts = (len(text) * tenths // 10 for tenths in (1, 5, 9))
+        sample = "".join(text[start : start + min(2000, self._length)] for start in starts)
+        return max(1, len(sample)) / max(1, len(self._codec.ids(sample)))
+
+
+def _word_start(text: str, position: int) -> int:
+    """The first start of a word soon after `position`; that itself at 0 and in text without spaces."""
+    match = WORD_START.search(text, position, position + 200) if position else None
+    return match.start() if match else position
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Frame:
+    """The ids of a document but for its book text, for one key and value."""
+
+    head: list[int]
+    needle: list[int]
+    prompt: list[int]
+    answer: list[int]
+    key_count: int
+    """How often the key stands in it."""
+
+    @property
+    def size(self) -> int:
+        return len(self.head) + len(self.needle) + len(self.prompt) + len(self.answer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Maker:
+    """Makes one document at a time."""
+
+    codec: _Codec
+    shelf: _Shelf
+    template: NeedleTemplate
+    length: int
+    value_digits: int
+
+    def make(
+        self, earlier: Sequence[NeedleDocument], depth: float, rng: np.random.Generator
+    ) -> NeedleDocument:
+        """Draw key, value and place in a book until the document reads back as it should."""
+        keys = {document.key for document in earlier}
+        values = {document.value for document in earlier}
+        reason = ""
+        for attempt in range(ATTEMPTS):
+            key, value = key_value(rng, self.value_digits)
+            while key in keys or value in values:
+                key, value = key_value(rng, self.value_digits)
+            frame = self._frame(key, value, needle_first=depth == 0.0)
+            budget = self.length - frame.size
+            if budget < 1:
+                raise self._too_short(frame)
+            # What the book follows: the needle, the line of the instruction, or nothing.
+            after, lead = ("a", " ") if depth == 0.0 else ("\n" if self.template.instruction else "", "")
+            book = self.shelf.book(len(earlier) + max(0, attempt - ATTEMPTS_IN_OWN_BOOK + 1))
+            start, text = self.shelf.cut(book, budget, float(rng.uniform()), after=after, lead=lead)
+            if len(text) < budget or (book, start) in self.shelf.used:
+                reason = f"'{book.title}' has no room for another start"
+                continue
+            place = self.codec.place(text, depth)
+            before_needle = frame.head + text[:place]
+            ids = before_needle + frame.needle + text[place:] + frame.prompt + frame.answer
+            assert len(ids) == self.length
+            read = self.codec.text(ids)
+            if read.count(value) != 2 or read.count(key) != frame.key_count:
+                reason = f"the key {key} or the value {value} already stands in '{book.title}'"
+                continue
+            if self.codec.bos is not None and ids.count(self.codec.bos) != len(self.codec.opening):
+                reason = f"'{book.title}' holds the beginning-of-sequence token"
+                continue
+            self.shelf.used.add((book, start))
+            return NeedleDocument(
+                token_ids=tuple(ids),
+                answer_start=len(ids) - len(frame.answer),
+                needle_start=len(before_needle),
+                key=key,
+                value=value,
+                depth=place / budget,
+                book=book.title,
+                book_start=start,
+            )
+        raise DataError(
+            f"document {len(earlier)}: none of {ATTEMPTS} draws can be used; the last one: {reason}",
+            hint="give more or longer books, a smaller length, or more value_digits",
+        )
+
+    def _frame(self, key: str, value: str, *, needle_first: bool) -> _Frame:
+        """Tokenise the fixed sentences and see that they read back with key and value whole."""
+        codec, template = self.codec, self.template
+        line = "\n" if template.instruction else ""
+        sentence = template.needle.replace("{key}", key).replace("{value}", value)
+        tail = f"\n{template.question} {template.answer_prefix}".replace("{key}", key)
+        needle = codec.ids(sentence, after=line) if needle_first else codec.ids(" " + sentence, after="a")
+        prompt, answer = codec.split_answer(tail, value)
+        for text, ids, names in ((sentence, needle, (key, value)), (tail, prompt, (key,))):
+            read = codec.text(ids)
+            if any(read.count(name) != text.count(name) for name in names):
+                raise DataError(
+                    f"the tokenizer does not give back what it was given: {read!r} for {text!r}",
+                    hint="needle documents need a tokenizer that can write lower-case words and hyphens",
+                )
+        return _Frame(
+            head=codec.opening + (codec.ids(template.instruction + line) if line else []),
+            needle=needle,
+            prompt=prompt,
+            answer=answer,
+            key_count=sentence.count(key) + tail.count(key),
+        )
+
+    def _too_short(self, frame: _Frame) -> DataError:
+        """The error that names a length which the sentences fit in for any key, as far as a sample tells."""
+        rng = np.random.default_rng(0)
+        draws = [key_value(rng, self.value_digits) for _ in range(64)]
+        frames = [self._frame(*draw, needle_first=first) for draw in draws for first in (True, False)]
+        # Room for some book text, and for keys and values longer than the sample's.
+        smallest = max(other.size for other in (frame, *frames)) + 16
+        return DataError(
+            f"a needle document of {self.length} tokens has no room for its sentences and any book text",
+            hint=f"the smallest safe length for this template and tokenizer is {smallest}",
+        )

@@ -1,0 +1,63 @@
+"""The rules of the house: imports only go upwards, nothing heavy at import time."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import longrope2
+
+PACKAGE = Path(longrope2.__file__).parent
+
+# A module may import only those listed before it. docs/architecture.md says what each one is for.
+ORDER = [
+    "errors", "files", "console", "rope", "factors", "methods", "families", "gguf_model", "models", "rotary",
+    "books", "needles", "inspection", "report", "cli",
+]  # fmt: skip
+
+
+def imported_modules(file: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("longrope2."):
+            names.add(node.module.split(".")[1])
+        if isinstance(node, ast.Import):
+            names |= {a.name.split(".")[1] for a in node.names if a.name.startswith("longrope2.")}
+    return names
+
+
+def modules() -> dict[str, list[Path]]:
+    found: dict[str, list[Path]] = {}
+    for file in PACKAGE.rglob("*.py"):
+        name = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if name not in ("__init__", "__main__"):
+            found.setdefault(name, []).append(file)
+    return found
+
+
+def test_every_module_has_its_place():
+    assert set(modules()) == set(ORDER)
+
+
+def test_imports_only_go_upwards():
+    for name, files in modules().items():
+        for file in files:
+            below = {m for m in imported_modules(file) - {name} if ORDER.index(m) > ORDER.index(name)}
+            assert not below, f"{file.name} imports {below}, which stand below it"
+
+
+def test_modules_are_named_in_the_docs():
+    text = (PACKAGE.parent.parent / "docs" / "architecture.md").read_text()
+    assert [name for name in ORDER if f"`{name}" not in text] == []
+
+
+def test_importing_the_package_is_light():
+    code = "import sys, longrope2.cli; print(*{'torch', 'transformers', 'numpy', 'rich'} & set(sys.modules))"
+    output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert output.stdout.strip() == ""
+
+
+def test_no_machine_paths_or_environment_as_interface():
+    for file in PACKAGE.rglob("*.py"):
+        text = file.read_text()
+        assert "os.environ" not in text, file

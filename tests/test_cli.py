@@ -1,0 +1,151 @@
+"""The command line as a user meets it: real processes, wrong inputs, exit codes."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from conftest import family_config
+from longrope2.factors import RescaleFactors
+
+
+def run(*arguments, **options):
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "100"}
+    return subprocess.run(
+        [sys.executable, "-m", "longrope2", *map(str, arguments)],
+        capture_output=True, text=True, env=environment, check=False, **options,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    family_config(
+        "llama", {"rope_theta": 100_000.0}, head_dim=64, max_position_embeddings=8192
+    ).save_pretrained(folder)
+    return folder
+
+
+def test_help_is_fast_and_imports_no_torch():
+    run("--help")  # compile the bytecode first
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        result = run("--help")
+        seconds.append(time.perf_counter() - start)
+    assert result.returncode == 0
+    assert "inspect" in result.stdout
+    assert min(seconds) < 0.5
+
+
+def test_inspect_json_is_the_smollm2_of_the_theory(model):
+    result = run("inspect", model, "--target-length", "32k", "--json")
+    assert result.returncode == 0, result.stderr
+    values = json.loads(result.stdout)
+    assert values["rotary_dim"] == 64
+    assert values["theta"] == 100_000
+    assert values["original_length"] == 8192
+    assert (values["critical_dimension"], values["ten_period_dimension"]) == (20, 14)
+    assert len(values["periods"]) == 32
+    assert values["methods"]["pi"] == [4.0] * 32
+    assert {"ntk", "yarn", "llama3", "ntk-aware", "dynamic-ntk", "ntk-by-parts"} < set(values["methods"])
+
+
+def test_inspect_table_and_plot(model, tmp_path):
+    plot = tmp_path / "figures" / "rope.png"
+    result = run("inspect", model, "--plot", plot)
+    assert result.returncode == 0, result.stderr
+    assert "20 tcd" in result.stdout
+    assert "131,072 tokens, 16×" in result.stdout
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert [p.name for p in plot.parent.iterdir()] == ["rope.png"]
+
+
+def test_factors_are_written_and_read_back(model, tmp_path):
+    file = tmp_path / "yarn.json"
+    result = run("factors", model, "--target-length", "128k", "--method", "yarn", "-o", file)
+    assert result.returncode == 0, result.stderr
+    factors = RescaleFactors.load(file)
+    assert (factors.method, factors.target_length) == ("yarn", 131072)
+    assert factors.provenance["revision"].startswith("sha256:")
+    right = ",".join(["6.5"] * 12)
+    options = ["--critical-dimension", "20", "--right-factors", right, "--attention-factor", "1.1"]
+    run("factors", model, "--target-length", "32768", "--method", "longrope2", *options, "-o", file)
+    factors = RescaleFactors.load(file)
+    assert factors.long[20:] == (6.5,) * 12
+    assert factors.long_attention_factor == 1.1
+
+
+def test_odd_factors_are_written_with_a_warning(model, tmp_path):
+    options = ["--critical-dimension", "30", "--right-factors", "5,4"]
+    result = run(
+        "factors",
+        model,
+        "--target-length",
+        "32k",
+        "--method",
+        "longrope2",
+        *options,
+        "-o",
+        tmp_path / "f.json",
+    )
+    assert result.returncode == 0
+    assert "warning: long factors fall at dimension 31" in result.stderr
+
+
+FACTORS = ["factors", "MODEL", "--target-length", "32k", "-o", "f.json", "--method"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["inspect", "no-such-model"], "no such folder or file"),
+        (["inspect"], "Missing argument 'MODEL'"),
+        (["inspect", "MODEL", "--target-length", "far"], "'far' is not a length"),
+        (["inspect", "MODEL", "--target-length", "4k"], "not above the trained window of 8,192"),
+        (["inspect", "MODEL", "--plot", "figure.xyz"], "cannot draw into a file that ends in '.xyz'"),
+        (["inspct", "MODEL"], "No such command 'inspct'"),
+        (["factors", "MODEL", "--method", "yarn", "-o", "f.json"], "Missing option '--target-length'"),
+        ([*FACTORS, "yarm"], "did you mean 'yarn'"),
+        ([*FACTORS, "pi", "--critical-dimension", "3"], "method 'pi' takes no critical_dimension"),
+        ([*FACTORS, "longrope2", "--right-factors", "4,x"], "'x' is not a number"),
+        ([*FACTORS, "pi", "-o", "/proc/f.json"], "/proc/f.json: cannot be written"),
+    ],
+)
+def test_wrong_input_is_one_message_and_exit_code_2(arguments, message, model, tmp_path):
+    result = run(*[model if a == "MODEL" else a for a in arguments], cwd=tmp_path)
+    assert result.returncode == 2, result.stderr
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rescaled_model_is_extended_only_on_request(tmp_path):
+    rope = {"rope_type": "linear", "factor": 4.0}
+    family_config("llama", rope, max_position_embeddings=128).save_pretrained(tmp_path / "m")
+    common = [
+        "factors",
+        tmp_path / "m",
+        "--target-length",
+        "256",
+        "--method",
+        "pi",
+        "-o",
+        tmp_path / "f.json",
+    ]
+    refused = run(*common)
+    assert refused.returncode == 2
+    assert "already rescaled by 'linear' from 32 to 128 tokens" in refused.stderr
+    assert run(*common, "--extend-again").returncode == 0
+    inspected = run("inspect", tmp_path / "m")
+    assert "already rescaled by linear to 128 tokens" in inspected.stdout
+    assert "implied by the factor" in inspected.stderr
+
+
+def test_no_colour_codes_in_pipes(model):
+    result = run("inspect", model)
+    assert "\x1b[" not in result.stdout + result.stderr
