@@ -12,7 +12,7 @@ PACKAGE = Path(longrope2.__file__).parent
 # A module may import only those listed before it. docs/architecture.md says what each one is for.
 ORDER = [
     "errors", "files", "console", "rope", "factors", "methods", "families", "gguf_model", "models", "rotary",
-    "books", "needles", "inspection", "report", "cli",
+    "attention", "books", "needles", "perplexity", "search", "inspection", "report", "cli",
 ]  # fmt: skip
 
 

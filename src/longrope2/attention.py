@@ -1,0 +1,324 @@
+"""The one attention function: causal, without a mask in memory, by the fastest kernel that proves right.
+
+`with our_attention(model):` makes a transformers model use it. Sliding windows, soft caps and attention sinks
+are honoured; padding is refused, since documents here have exact lengths.
+
+Shapes: B batch, H query heads, K key/value heads, Q queries, S keys, D head dimension.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from longrope2.errors import LongRopeError
+
+NAME = "longrope2"
+QUERY_BLOCK = 512
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A way to run scaled dot-product attention."""
+
+    name: str
+    backend: SDPBackend | None
+    """None leaves the choice to torch."""
+    grouped: bool
+    """Whether it takes fewer key/value heads than query heads; otherwise they are repeated for it."""
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, **mask: Any) -> Tensor:
+        """Attend, with `is_causal` or `attn_mask` as torch's function takes them."""
+        grouped = query.shape[1] != key.shape[1]
+        if grouped and not self.grouped:
+            repeats = query.shape[1] // key.shape[1]
+            key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+            grouped = False
+        chosen: AbstractContextManager[Any] = sdpa_kernel([self.backend]) if self.backend else nullcontext()
+        with chosen:
+            return F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=grouped, **mask)
+
+
+TORCH_KERNEL = Kernel("torch", None, grouped=True)
+CUDA_KERNELS = tuple(
+    Kernel(name, backend, grouped)
+    for name, backend in (
+        ("cudnn", SDPBackend.CUDNN_ATTENTION),
+        ("flash", SDPBackend.FLASH_ATTENTION),
+        ("efficient", SDPBackend.EFFICIENT_ATTENTION),
+        ("math", SDPBackend.MATH),
+    )
+    for grouped in (True, False)
+)
+
+
+def causal_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of the last Q positions over all S: [B,H,Q,D] × [B,K,S,D] → [B,H,Q,D]."""
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    if softcap is not None or sinks is not None:
+        return reference_attention(
+            query, key, value, scale=scale, window=window, softcap=softcap, sinks=sinks
+        )
+    slides = window is not None and window < num_keys
+    if slides or num_queries < num_keys:
+        # torch aligns is_causal to the first key and knows no window: these need masks, block by block.
+        block = max(window, QUERY_BLOCK) if slides and window else QUERY_BLOCK
+        return _by_blocks(query, key, block, window, _masked(key, value, scale))
+    kernel = choose_kernel(Heads.of(query, key))
+    return kernel(query, key, value, scale, is_causal=True)
+
+
+def reference_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """The same in plain operations and float32 at least: the oracle, and the way for soft caps and sinks."""
+    precise = torch.promote_types(query.dtype, torch.float32)
+    repeats = query.shape[1] // key.shape[1]
+
+    def attend(queries: Tensor, start: int, stop: int, mask: Tensor) -> Tensor:
+        keys = key[:, :, start:stop].repeat_interleave(repeats, 1).to(precise)
+        values = value[:, :, start:stop].repeat_interleave(repeats, 1).to(precise)
+        scores = queries.to(precise) @ keys.transpose(-1, -2) * scale
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        scores = scores.masked_fill(~mask, -torch.inf)
+        if sinks is not None:
+            sink = sinks.to(precise).reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+            return torch.cat((scores, sink), -1).softmax(-1)[..., :-1] @ values
+        return scores.softmax(-1) @ values
+
+    return _by_blocks(query, key, QUERY_BLOCK, window, attend)
+
+
+def _masked(key: Tensor, value: Tensor, scale: float) -> Callable[[Tensor, int, int, Tensor], Tensor]:
+    def attend(queries: Tensor, start: int, stop: int, mask: Tensor) -> Tensor:
+        # cuDNN and flash take no mask; torch picks what does.
+        return TORCH_KERNEL(queries, key[:, :, start:stop], value[:, :, start:stop], scale, attn_mask=mask)
+
+    return attend
+
+
+def _by_blocks(
+    query: Tensor,
+    key: Tensor,
+    block: int,
+    window: int | None,
+    attend: Callable[[Tensor, int, int, Tensor], Tensor],
+) -> Tensor:
+    """Attend block of queries by block, each over the keys it may see, so that no mask is ever S × S."""
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    first = num_keys - num_queries
+    outputs = []
+    for begin in range(0, num_queries, block):
+        end = min(begin + block, num_queries)
+        stop = first + end
+        start = 0 if window is None else max(first + begin - window + 1, 0)
+        rows = torch.arange(first + begin, stop, device=query.device)[:, None]
+        columns = torch.arange(start, stop, device=query.device)[None]
+        mask = columns <= rows
+        if window is not None:
+            mask &= columns > rows - window
+        outputs.append(attend(query[:, :, begin:end], start, stop, mask).to(query.dtype))
+    return torch.cat(outputs, dim=2)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """What a kernel's fitness depends on."""
+
+    device: torch.device
+    dtype: torch.dtype
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @classmethod
+    def of(cls, query: Tensor, key: Tensor) -> "Heads":
+        """Read them off the tensors of an attention call."""
+        return cls(query.device, query.dtype, query.shape[1], key.shape[1], query.shape[3])
+
+    def random(self, length: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value to try a kernel on."""
+        generator = torch.Generator(self.device).manual_seed(0)
+        q, k, v = (
+            torch.randn(1, heads, length, self.head_dim, device=self.device, generator=generator)
+            for heads in (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        )
+        return q.to(self.dtype), k.to(self.dtype), v.to(self.dtype)
+
+
+@lru_cache
+def choose_kernel(heads: Heads) -> Kernel:
+    """The fastest kernel that agrees with the reference on this device for these heads."""
+    if heads.device.type != "cuda":
+        return TORCH_KERNEL
+    timed = []
+    for kernel in CUDA_KERNELS:
+        if heads.num_heads == heads.num_kv_heads and not kernel.grouped:
+            continue
+        try:
+            if agrees(kernel, heads):
+                timed.append((_seconds(kernel, heads), kernel))
+        except RuntimeError:
+            continue  # this build or chip does not have it
+    return min(timed, key=lambda pair: pair[0])[1] if timed else TORCH_KERNEL
+
+
+def agrees(kernel: Kernel, heads: Heads) -> bool:
+    """Compare with float32 at an odd length: some kernels are wrong only at block edges or few KV heads."""
+    q, k, v = heads.random(length=1111)
+    scale = heads.head_dim**-0.5
+    expected = reference_attention(q.float(), k.float(), v.float(), scale=scale)
+    error = (kernel(q, k, v, scale, is_causal=True).float() - expected).norm() / expected.norm()
+    return bool(error < (1e-2 if heads.dtype in (torch.bfloat16, torch.float16) else 1e-3))
+
+
+def _seconds(kernel: Kernel, heads: Heads) -> float:
+    q, k, v = heads.random(length=8192)
+    times = []
+    for _ in range(4):  # the first one warms up
+        torch.cuda.synchronize(heads.device)
+        start = time.perf_counter()
+        kernel(q, k, v, heads.head_dim**-0.5, is_causal=True)
+        torch.cuda.synchronize(heads.device)
+        times.append(time.perf_counter() - start)
+    return min(times[1:])
+
+
+class _KeysCaptured(Exception):  # noqa: N818
+    """Ends a layer's first pass, whose keys and values are all that is wanted of it."""
+
+
+class TrailingQueries:
+    """Lets one layer compute keys and values for all positions, but queries only for the last `count`.
+
+    The layer runs twice: up to its attention for the keys and values of every position, then whole, for the
+    last positions alone. Works for any family, since only the attention function takes part.
+    """
+
+    def __init__(self, layer: nn.Module, count: int) -> None:
+        self.layer = layer
+        self.count = count
+        self._captured: tuple[Tensor, Tensor] | None = None
+
+    def exchange(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Called by the attention function: keep the keys of the first pass, hand them to the second."""
+        if self._captured is None:
+            self._captured = (key, value)
+            raise _KeysCaptured
+        captured, self._captured = self._captured, None
+        return captured
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Change the layer inside the block."""
+        forward = self.layer.forward
+
+        def last(states: Any) -> Any:
+            return states[:, -self.count :] if isinstance(states, Tensor) else states
+
+        def forward_trailing(hidden_states: Tensor, *args: Any, **options: Any) -> Any:
+            if hidden_states.shape[1] <= self.count:
+                return forward(hidden_states, *args, **options)
+            for module in self.layer.modules():
+                module.__dict__["_trailing_queries"] = self
+            try:
+                with _suppress_capture():
+                    forward(hidden_states, *args, **options)
+                if "position_embeddings" in options:
+                    options["position_embeddings"] = tuple(map(last, options["position_embeddings"]))
+                options["position_ids"] = last(options.get("position_ids"))
+                return forward(last(hidden_states), *args, **options)
+            finally:
+                self._captured = None
+                for module in self.layer.modules():
+                    module.__dict__.pop("_trailing_queries", None)
+
+        self.layer.forward = forward_trailing
+        try:
+            yield
+        finally:
+            del self.layer.forward
+
+
+@contextmanager
+def _suppress_capture() -> Iterator[None]:
+    try:
+        yield
+    except _KeysCaptured:
+        return
+    raise LongRopeError(
+        "the last layer never called its attention function",
+        hint="this may be a new transformers version; please report it with the versions you use",
+    )
+
+
+def _transformers_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    trailing: TrailingQueries | None = module.__dict__.get("_trailing_queries")
+    if trailing is not None:
+        key, value = trailing.exchange(key, value)
+    output = causal_attention(
+        query,
+        key,
+        value,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _no_mask(attention_mask: Tensor | None = None, **_: Any) -> None:
+    if attention_mask is not None and not bool(attention_mask.all()):
+        raise LongRopeError("padded batches are not supported here; documents must have equal lengths")
+
+
+@contextmanager
+def our_attention(model: Any) -> Iterator[None]:
+    """Let a transformers model attend through this module inside the block."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(NAME, _transformers_attention)
+    AttentionMaskInterface.register(NAME, _no_mask)
+    before = model.config._attn_implementation
+    model.set_attn_implementation(NAME)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)

@@ -1,0 +1,121 @@
+"""(model, factors, documents) → needle or plain perplexity, without computing what is not asked for.
+
+Needle perplexity looks at the answer's tokens alone, so only their logits are computed, and in the last layer
+only their queries. Plain perplexity looks at every token; its logits are computed in pieces.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from longrope2.attention import TrailingQueries, our_attention
+from longrope2.factors import RescaleFactors
+from longrope2.needles import NeedleDocument
+from longrope2.rotary import RescaledRotary, rescaled
+
+Objective = Literal["needle", "plain"]
+LOGIT_ROWS = 2048
+"""How many positions get their logits at once: full logits at 128k would take 67 GB for an 8B model."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """The negative log-likelihood of some tokens, in nats."""
+
+    nll: float
+    num_tokens: int
+    exact: bool
+    """Whether the model's first choice was right at every one of them."""
+
+    @property
+    def perplexity(self) -> float:
+        """exp of the mean; infinite where it overflows."""
+        mean = self.nll / self.num_tokens
+        return math.exp(mean) if mean < 700 else math.inf
+
+
+def total(scores: Sequence[Score]) -> Score:
+    """Documents together: each token counts the same."""
+    return Score(
+        sum(score.nll for score in scores),
+        sum(score.num_tokens for score in scores),
+        all(score.exact for score in scores),
+    )
+
+
+class Scorer:
+    """A model set up for scoring; make one with `scoring`."""
+
+    def __init__(self, model: Any, rotary: RescaledRotary, objective: Objective) -> None:
+        self._model = model
+        self._rotary = rotary
+        self._objective = objective
+
+    def __call__(self, factors: RescaleFactors, documents: Sequence[NeedleDocument]) -> list[Score]:
+        """Score documents of one length, as one batch."""
+        self._rotary.factors = factors
+        tokens = torch.tensor([d.token_ids for d in documents], device=self._model.device)
+        self._rotary.long_rows = tokens.shape[1] > factors.original_length
+        with torch.no_grad():
+            if self._objective == "plain":
+                return [self._plain(row) for row in tokens]
+            return self._needle(tokens, [d.answer_start for d in documents])
+
+    def _needle(self, tokens: Tensor, answer_starts: Sequence[int]) -> list[Score]:
+        # The logits that predict a token stand one position before it.
+        count = tokens.shape[1] - min(answer_starts) + 1
+        with TrailingQueries(_layers(self._model)[-1], count).installed():
+            logits = self._model(input_ids=tokens, use_cache=False).logits
+        scores = []
+        for row, start in enumerate(answer_starts):
+            answer = tokens[row, start:]
+            scores.append(_score(logits[row, -len(answer) - 1 : -1], answer))
+        return scores
+
+    def _plain(self, tokens: Tensor) -> Score:
+        base = self._model.base_model
+        hidden = base(input_ids=tokens[None, :-1], use_cache=False).last_hidden_state
+        pieces = []
+        for begin in range(0, hidden.shape[1], LOGIT_ROWS):
+            piece = hidden[:, begin : begin + LOGIT_ROWS]
+            logits = _head(self._model, piece)[0]
+            pieces.append(_score(logits, tokens[1 + begin : 1 + begin + logits.shape[0]]))
+        return total(pieces)
+
+
+@contextmanager
+def scoring(model: Any, factors: RescaleFactors, *, objective: Objective = "needle") -> Iterator[Scorer]:
+    """Set a model up for scoring inside the block; factors may change from call to call."""
+    with ExitStack() as stack:
+        stack.enter_context(our_attention(model))
+        rotary = stack.enter_context(rescaled(model, factors))
+        yield Scorer(model, rotary, objective)
+
+
+def _score(logits: Tensor, tokens: Tensor) -> Score:
+    logits = logits.float()
+    nll = F.cross_entropy(logits, tokens, reduction="sum").double().item()
+    exact = bool((logits.argmax(-1) == tokens).all().item())
+    return Score(nll if math.isfinite(nll) else math.inf, len(tokens), exact)
+
+
+def _layers(model: Any) -> Any:
+    return model.base_model.layers
+
+
+def _head(model: Any, hidden: Any) -> Tensor:
+    """Logits of given hidden states through the model's own head, with whatever scaling it applies."""
+    from transformers.modeling_outputs import MoeModelOutputWithPast  # a superset of the plain output
+
+    base = model.base_model
+    base.forward = lambda *_, **__: MoeModelOutputWithPast(last_hidden_state=hidden)
+    try:
+        return model(inputs_embeds=hidden, use_cache=False).logits
+    finally:
+        del base.forward

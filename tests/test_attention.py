@@ -1,0 +1,122 @@
+"""The attention function against plain float64 arithmetic and against transformers' eager attention."""
+
+import pytest
+import torch
+
+from conftest import FAMILY_OPTIONS, family_model
+from longrope2 import attention
+from longrope2.attention import (
+    TORCH_KERNEL,
+    Heads,
+    Kernel,
+    TrailingQueries,
+    causal_attention,
+    choose_kernel,
+    our_attention,
+    reference_attention,
+)
+from longrope2.errors import LongRopeError
+
+
+def naive(q, k, v, scale, window=None, softcap=None, sinks=None):
+    """Attention written from its definition, one query at a time, in float64."""
+    q, k, v = q.double(), k.double(), v.double()
+    offset = k.shape[2] - q.shape[2]
+    out = torch.zeros_like(q)
+    for h in range(q.shape[1]):
+        g = h // (q.shape[1] // k.shape[1])
+        for i in range(q.shape[2]):
+            last = i + offset
+            first = 0 if window is None else max(0, last - window + 1)
+            scores = q[:, h, i : i + 1] @ k[:, g, first : last + 1].transpose(-1, -2) * scale
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            weights = scores.exp()
+            norm = weights.sum(-1, keepdim=True) + (0 if sinks is None else sinks[h].double().exp())
+            out[:, h, i] = ((weights / norm) @ v[:, g, first : last + 1])[:, 0]
+    return out
+
+
+@pytest.mark.parametrize("num_queries", [1, 7, 33])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window": 5}, {"window": 33}, {"softcap": 2.0}, {"window": 9, "softcap": 3.0}, {"sinks": True}],
+    ids=str,
+)
+def test_against_the_definition(num_queries, kv_heads, options, monkeypatch):
+    monkeypatch.setattr(attention, "QUERY_BLOCK", 8)  # several blocks even at this size
+    q = torch.randn(2, 4, num_queries, 16)
+    k, v = torch.randn(2, kv_heads, 33, 16), torch.randn(2, kv_heads, 33, 16)
+    options = {**options, "sinks": torch.randn(4)} if "sinks" in options else options
+    expected = naive(q, k, v, 0.3, **options).float()
+    for function in (causal_attention, reference_attention):
+        torch.testing.assert_close(function(q, k, v, scale=0.3, **options), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_wrong_kernel_is_found_out():
+    heads = Heads(torch.device("cpu"), torch.float32, 4, 2, 16)
+    assert choose_kernel(heads) is TORCH_KERNEL
+    assert attention.agrees(TORCH_KERNEL, heads)
+
+    class Corrupt(Kernel):
+        def __call__(self, query, key, value, scale, **mask):
+            output = super().__call__(query, key, value, scale, **mask)
+            output[:, :, -100:] = 0  # the last block never written
+            return output
+
+    assert not attention.agrees(Corrupt("corrupt", None, grouped=True), heads)
+
+
+def test_key_heads_are_repeated_for_kernels_that_need_it():
+    q, k, v = Heads(torch.device("cpu"), torch.float32, 4, 2, 16).random(20)
+    plain = Kernel("plain", None, grouped=False)
+    torch.testing.assert_close(
+        plain(q, k, v, 0.25, is_causal=True), TORCH_KERNEL(q, k, v, 0.25, is_causal=True)
+    )
+
+
+def tokens_of(length, batch=2):
+    return torch.randint(3, 97, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("family", sorted(FAMILY_OPTIONS))
+def test_models_give_the_same_logits(family):
+    """Also with queries for the last positions alone: keys of all, queries of few."""
+    model, tokens = family_model(family), tokens_of(40)
+    with torch.no_grad():
+        expected = model(tokens, use_cache=False).logits
+        with our_attention(model):
+            assert model.config._attn_implementation == "longrope2"
+            ours = model(tokens, use_cache=False).logits
+            layer = model.base_model.layers[-1]
+            with TrailingQueries(layer, 6).installed():
+                trailing = model(tokens, use_cache=False).logits
+            again = model(tokens, use_cache=False).logits
+    assert model.config._attn_implementation == "eager"
+    torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-3)
+    assert trailing.shape[1] == 6
+    torch.testing.assert_close(trailing, expected[:, -6:], rtol=1e-3, atol=1e-3)
+    assert torch.equal(again, ours)
+
+
+def test_short_inputs_need_no_second_pass():
+    model, tokens = family_model("llama"), tokens_of(5)
+    with torch.no_grad(), our_attention(model), TrailingQueries(model.model.layers[-1], 6).installed():
+        assert model(tokens, use_cache=False).logits.shape[1] == 5
+
+
+def test_padding_is_refused_not_ignored():
+    model, tokens = family_model("llama"), tokens_of(8)
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = 0
+    with our_attention(model), pytest.raises(LongRopeError, match="padded batches"):
+        model(tokens, attention_mask=mask)
+
+
+def test_a_layer_that_bypasses_the_function_is_reported():
+    model, tokens = family_model("llama"), tokens_of(20)  # eager attention: our function is never called
+    trailing = TrailingQueries(model.model.layers[-1], 6)
+    with pytest.raises(LongRopeError, match="never called"), torch.no_grad(), trailing.installed():
+        model(tokens, use_cache=False)
+    assert "forward" not in model.model.layers[-1].__dict__

@@ -1,0 +1,98 @@
+"""Scores against an uncached forward of the untouched transformers model, with full logits."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from conftest import FAMILY_OPTIONS, family_model
+from longrope2 import perplexity
+from longrope2.needles import NeedleDocument
+from longrope2.perplexity import Score, scoring, total
+from longrope2.rotary import rescaled
+from test_rotary import make_factors
+
+
+def document(length: int, answer_tokens: int, seed: int) -> NeedleDocument:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(3, 97, (length,), generator=generator).tolist()
+    return NeedleDocument(
+        token_ids=tuple(tokens), answer_start=length - answer_tokens, needle_start=1, key="k", value="1",
+        depth=0.0, book="b", book_start=0,
+    )  # fmt: skip
+
+
+def expected_nll(model, factors, document, start):
+    """By full logits of the eager model under our RoPE."""
+    tokens = torch.tensor([document.token_ids])
+    with torch.no_grad(), rescaled(model, factors, long_rows=tokens.shape[1] > factors.original_length):
+        logits = model(tokens, use_cache=False).logits[0]
+    return F.cross_entropy(logits[start - 1 : -1], tokens[0, start:], reduction="sum").item()
+
+
+@pytest.mark.parametrize("family", sorted(FAMILY_OPTIONS))
+def test_needle_and_plain_scores_are_those_of_full_logits(family, monkeypatch):
+    monkeypatch.setattr(perplexity, "LOGIT_ROWS", 16)
+    model = family_model(family)
+    factors = make_factors(model, long_attention_factor=1.1)
+    documents = [document(48, 5, seed=0), document(48, 7, seed=1)]
+    expected = [expected_nll(model, factors, d, d.answer_start) for d in documents]
+    expected_plain = [expected_nll(model, factors, d, 1) for d in documents]
+    with scoring(model, factors) as score:
+        together = score(factors, documents)
+        alone = [score(factors, [d])[0] for d in documents]
+    with scoring(model, factors, objective="plain") as score:
+        plain = score(factors, documents)
+    for a, b, c in zip(together, alone, expected, strict=True):
+        assert a.nll == pytest.approx(c, rel=2e-4)
+        assert b.nll == pytest.approx(c, rel=2e-4)
+    assert [s.num_tokens for s in together] == [5, 7]
+    assert [s.nll for s in plain] == pytest.approx(expected_plain, rel=2e-4)
+    assert [s.num_tokens for s in plain] == [47, 47]
+
+
+def test_factors_change_from_call_to_call_and_short_documents_use_short_ones():
+    model = family_model("llama")
+    factors = make_factors(model)
+    other = make_factors(model, long=tuple(2 * x for x in factors.long))
+    long, short = document(48, 5, 0), document(20, 5, 0)
+    with scoring(model, factors) as score:
+        first = score(factors, [long])[0].nll
+        assert score(other, [long])[0].nll != first
+        assert score(factors, [long])[0].nll == first
+        assert score(factors, [short])[0].nll == score(other, [short])[0].nll
+        assert score(factors, [short])[0].nll == pytest.approx(
+            expected_nll(model, factors, short, 15), rel=1e-4
+        )
+
+
+def test_exact_means_every_first_choice_right():
+    model = family_model("llama")
+    factors = make_factors(model)
+    tokens = list(document(40, 3, 0).token_ids)
+    with torch.no_grad(), rescaled(model, factors):
+        for position in range(37, 40):  # continue greedily: the model's own choices
+            tokens[position] = model(torch.tensor([tokens[:position]])).logits[0, -1].argmax().item()
+    right = NeedleDocument(
+        token_ids=tuple(tokens), answer_start=37, needle_start=1, key="k", value="1", depth=0.0, book="b",
+        book_start=0,
+    )  # fmt: skip
+    with scoring(model, factors) as score:
+        assert score(factors, [right])[0].exact
+        assert not score(factors, [document(40, 3, 5)])[0].exact
+
+
+def test_scores_add_up_by_token():
+    scores = [Score(2.0, 4, True), Score(6.0, 4, False)]
+    assert total(scores) == Score(8.0, 8, False)
+    assert total(scores).perplexity == pytest.approx(math.e)
+    assert Score(1e9, 1, False).perplexity == math.inf
+
+
+def test_a_broken_model_scores_infinity_not_nan():
+    model = family_model("llama")
+    factors = make_factors(model)
+    with scoring(model, factors) as score, torch.no_grad():
+        model.lm_head.weight.fill_(math.nan)
+        assert score(factors, [document(40, 3, 0)])[0].nll == math.inf
