@@ -11,8 +11,8 @@ PACKAGE = Path(longrope2.__file__).parent
 
 # A module may import only those listed before it. docs/architecture.md says what each one is for.
 ORDER = [
-    "errors", "files", "console", "rope", "factors", "methods", "families", "gguf_model", "models", "rotary",
-    "attention", "books", "needles", "perplexity", "search", "inspection", "report", "cli",
+    "errors", "files", "console", "distributed", "rope", "factors", "figures", "methods", "families",
+    "gguf_model", "models", "rotary", "attention", "books", "needles", "perplexity", "search", "inspection", "cli",
 ]  # fmt: skip
 
 

@@ -72,9 +72,7 @@ def causal_attention(
     """Causal attention of the last Q positions over all S: [B,H,Q,D] × [B,K,S,D] → [B,H,Q,D]."""
     num_queries, num_keys = query.shape[2], key.shape[2]
     if softcap is not None or sinks is not None:
-        return reference_attention(
-            query, key, value, scale=scale, window=window, softcap=softcap, sinks=sinks
-        )
+        return reference_attention(query, key, value, scale=scale, window=window, softcap=softcap, sinks=sinks)
     slides = window is not None and window < num_keys
     if slides or num_queries < num_keys:
         # torch aligns is_causal to the first key and knows no window: these need masks, block by block.

@@ -15,9 +15,7 @@ from typing import Any
 
 from longrope2.errors import DataError, require
 
-KINDS = (
-    "a folder of .txt files, a .txt, .jsonl, .jsonl.gz or .parquet file, or a hub dataset as owner/name:split"
-)
+KINDS = "a folder of .txt files, a .txt, .jsonl, .jsonl.gz or .parquet file, or a hub dataset as owner/name:split"
 FILE_SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
 TITLE_COLUMNS = ("title", "short_book_title", "name")
 HUB_ID = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<split>\w[\w.-]*))?", re.ASCII)

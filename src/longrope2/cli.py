@@ -92,7 +92,7 @@ def inspect(
     for remark in result["remarks"]:
         warn(remark)
     if plot is not None:
-        from longrope2.report.figures import draw_inspection
+        from longrope2.figures import draw_inspection
 
         draw_inspection(result, plot)
         say(f"wrote {plot}")
@@ -137,6 +137,69 @@ def factors(
         warn(oddity)
     result.save(output)
     say(f"wrote {output}: {method}, {result.original_length:,} → {result.target_length:,} tokens")
+
+
+@cli.command()
+@model_argument
+@click.option("--target-length", type=LENGTH, metavar="N", required=True, help="Window to reach, e.g. 128k.")
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), metavar="FOLDER")
+@click.option("--books", metavar="SOURCE", help="Folder, file or hub dataset; default: the package's books.")
+@click.option("--documents", default=10, show_default=True, help="Needle documents, a book each.")
+@click.option("--depth", default=0.0, show_default=True, help="Where the needle stands: 0 start, 1 end.")
+@click.option("--objective", type=click.Choice(["needle", "plain"]), help="Score the answer, or every token.")
+@click.option(
+    "--space",
+    type=click.Choice(["paper", "wide"]),
+    default="paper",
+    show_default=True,
+    help="The paper's, or also temperature and left shape, starting from every closed form.",
+)
+@click.option(
+    "--dimensions",
+    type=click.Choice(["critical", "all"]),
+    default="critical",
+    show_default=True,
+    help="Search from d_rcd on, or every dimension.",
+)
+@click.option(
+    "--method",
+    type=click.Choice(["longrope2", "longrope"]),
+    default="longrope2",
+    show_default=True,
+    help="longrope: the first version (all dimensions, plain perplexity).",
+)
+@click.option("--population", default=64, show_default=True)
+@click.option("--iterations", default=40, show_default=True)
+@click.option("--parents", default=32, show_default=True)
+@click.option("--mutations", default=16, show_default=True, help="New individuals by mutation, an iteration.")
+@click.option("--crossovers", default=16, show_default=True, help="New individuals by crossover, an iteration.")
+@click.option("--mutation-probability", default=0.3, show_default=True)
+@click.option("--lower", default=1.0, show_default=True, help="Least right-hand factor, in extension ratios.")
+@click.option("--upper", default=2.0, show_default=True, help="Largest right-hand factor, in extension ratios.")
+@click.option("--grid", default=0.01, show_default=True, help="Step between factors.")
+@click.option("--attention-factor", type=float, metavar="A", help="Temperature of long sequences; default 1.")
+@click.option(
+    "--race",
+    type=click.Choice(["statistical", "exact", "off"]),
+    default="statistical",
+    show_default=True,
+    help="When to stop scoring a candidate; off is the paper's schedule.",
+)
+@click.option("--race-confidence", default=0.5, show_default=True, help="Standard errors; more is safer, slower.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--tensor-parallel", default=1, show_default=True, help="GPUs that share one copy of the model.")
+@original_option
+@click.option("--extend-again", is_flag=True, help="Accept a model that was extended before.")
+@json_option
+def search(model: str, output: Path, as_json: bool, **options: Any) -> None:
+    """Search the critical dimension and the factors by needle perplexity.
+
+    Run it again after an interruption, with the same options, and it goes on where it was. On several GPUs:
+    torchrun --nproc-per-node 8 -m longrope2 search …
+    """
+    from longrope2.search.run import run_search
+
+    run_search(model, output, as_json=as_json, **options)
 
 
 def main() -> None:

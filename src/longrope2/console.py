@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -43,3 +44,41 @@ def terminal_width() -> int:
     import shutil
 
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else 200
+
+
+class ProgressLine:
+    """One line on stderr that says how far a job is and when it will end.
+
+    A terminal sees it rewritten in place; a log file gets a new line at most every few seconds.
+    """
+
+    def __init__(self, total: int, label: str, *, log_every: float = 5.0) -> None:
+        self._total = total
+        self._label = label
+        self._log_every = log_every
+        self._started = self._printed = time.monotonic()
+        self._live = sys.stderr.isatty()
+
+    def update(self, done: int, text: str = "") -> None:
+        """Tell that `done` of the total is behind us."""
+        now = time.monotonic()
+        finished = done >= self._total
+        if not self._live and not finished and now - self._printed < self._log_every:
+            return
+        self._printed = now
+        elapsed = now - self._started
+        left = elapsed / done * (self._total - done) if done else 0.0
+        clock = f"{duration(elapsed)} taken" if finished else f"{duration(elapsed)}, {duration(left)} left"
+        line = f"{self._label} {done}/{self._total} [{clock}] {text}".rstrip()
+        if self._live:
+            end = "\n" if finished else ""
+            print(f"\r\x1b[2K{line}", end=end, file=sys.stderr, flush=True)
+        else:
+            say(line)
+
+
+def duration(seconds: float) -> str:
+    """1:02:03 or 2:03."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

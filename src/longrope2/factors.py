@@ -68,9 +68,7 @@ class RescaleFactors:
     def inv_freq(self, *, long: bool) -> tuple[float, ...]:
         """The rescaled frequencies θ̂_i = θ_i/λ_i in float64 (Eq. 8)."""
         factors = self.long if long else self.short
-        return tuple(
-            frequency / factor for frequency, factor in zip(self.spec.frequencies, factors, strict=True)
-        )
+        return tuple(frequency / factor for frequency, factor in zip(self.spec.frequencies, factors, strict=True))
 
     def check_fits(self, spec: RopeSpec, model: str = "the model") -> None:
         """Raise FactorsError unless these factors were made for this RoPE."""

@@ -90,9 +90,7 @@ def read_config(config: Mapping[str, Any], *, original_length: int | None = None
     """Read a config.json, of transformers 4 or 5; `original_length` overrides what it says or implies."""
     family = config.get("model_type")
     if family == "gemma3" and isinstance(config.get("text_config"), Mapping):
-        return read_config(
-            {"model_type": "gemma3_text", **config["text_config"]}, original_length=original_length
-        )
+        return read_config({"model_type": "gemma3_text", **config["text_config"]}, original_length=original_length)
     if not isinstance(family, str) or family not in FAMILIES:
         raise _refusal(family, config)
     defaults = FAMILIES[family]
@@ -111,9 +109,7 @@ def read_config(config: Mapping[str, Any], *, original_length: int | None = None
             f"{found_length:,} is implied by the factor (override with --original-length)"
         )
     try:
-        rope = RopeSpec(
-            rotary_dim=rotary_dim, theta=float(parameters["rope_theta"]), original_length=found_length
-        )
+        rope = RopeSpec(rotary_dim=rotary_dim, theta=float(parameters["rope_theta"]), original_length=found_length)
     except (ValueError, TypeError) as error:
         raise ModelError(f"the config of this {family} model is not usable: {error}") from error
 

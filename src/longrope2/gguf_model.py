@@ -79,9 +79,7 @@ class GGUFModel:
 
     def _rope_parameters(self, head_dim: int) -> dict[str, Any]:
         if self.value("rope.dimension_count", head_dim) != head_dim:
-            raise ModelError(
-                f"{self.path.name}: partial rotary in a GGUF of '{ARCHITECTURE}' is not supported"
-            )
+            raise ModelError(f"{self.path.name}: partial rotary in a GGUF of '{ARCHITECTURE}' is not supported")
         parameters: dict[str, Any] = {
             "rope_type": "default",
             "rope_theta": float(self.value("rope.freq_base", 10_000.0)),

@@ -47,9 +47,7 @@ def ntk(spec: RopeSpec, target_length: int) -> Rescaling:
             hint="use ntk-aware, which does not depend on the critical dimension",
         )
     exponent = math.log(target_length / (2 * math.pi)) / math.log(spec.original_length / (2 * math.pi))
-    return Rescaling(
-        _base_change(spec, spec.theta ** (exponent - 1)), critical_dimension=spec.critical_dimension
-    )
+    return Rescaling(_base_change(spec, spec.theta ** (exponent - 1)), critical_dimension=spec.critical_dimension)
 
 
 def ntk_aware(spec: RopeSpec, target_length: int) -> Rescaling:

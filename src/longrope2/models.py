@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 ASSETS = Path(__file__).parent / "assets"
 TINY = "tiny"
+SAMPLES, SAMPLE_BYTES = 64, 1 << 14
 HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 
 
@@ -108,7 +109,7 @@ def load(
     *,
     dtype: "torch.dtype | None" = None,
     device: "torch.device | str | None" = None,
-    attn_implementation: str | None = None,
+    tensor_parallel: int = 1,
 ) -> LoadedModel:
     """Load weights (safetensors or GGUF) and tokenizer; never pickle, never code of the repository.
 
@@ -122,16 +123,36 @@ def load(
     if info.is_gguf:
         file = GGUFModel(Path(info.location))
         model, tokenizer = file.model(dtype=dtype), file.tokenizer()
-        if attn_implementation:
-            model.set_attn_implementation(attn_implementation)
+        if tensor_parallel > 1:
+            raise ModelError("a GGUF file cannot be spread over several GPUs", hint="save it as a folder first")
     else:
-        model, tokenizer = _from_pretrained(info, dtype, attn_implementation)
-    return LoadedModel(model=model.to(device).eval(), tokenizer=tokenizer, info=info)
+        model, tokenizer = _from_pretrained(info, dtype, tensor_parallel)
+    if tensor_parallel == 1:
+        model = model.to(device)
+    return LoadedModel(model=model.eval(), tokenizer=tokenizer, info=info)
 
 
-def _from_pretrained(
-    info: ModelInfo, dtype: "torch.dtype", attn_implementation: str | None
-) -> tuple[Any, Any]:
+def weights_fingerprint(info: ModelInfo) -> str:
+    """A hash that tells one set of weights from another: sizes and samples of every file, not all bytes.
+
+    Any training step changes nearly every weight, so samples are enough, and an 8B model takes no time.
+    """
+    location = Path(info.location)
+    if not location.exists():
+        return info.revision
+    files = [location] if location.is_file() else sorted(location.glob("*.safetensors"))
+    digest = hashlib.sha256()
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name}:{size}".encode())
+        with file.open("rb") as content:
+            for k in range(SAMPLES):
+                content.seek(size * k // SAMPLES)
+                digest.update(content.read(SAMPLE_BYTES))
+    return "sha256:" + digest.hexdigest()[:16]
+
+
+def _from_pretrained(info: ModelInfo, dtype: "torch.dtype", tensor_parallel: int) -> tuple[Any, Any]:
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -143,15 +164,18 @@ def _from_pretrained(
     options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": is_local}
     if not is_local and match is not None and match["revision"]:
         options["revision"] = match["revision"]
+    placement: dict[str, Any] = {}
+    if tensor_parallel > 1:
+        from transformers.distributed.configuration_utils import DistributedConfig
+
+        placement = {"distributed_config": DistributedConfig(tp_size=tensor_parallel)}
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype, use_safetensors=True, attn_implementation=attn_implementation, **options
+            source, dtype=dtype, use_safetensors=True, **placement, **options
         )
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ModelError(
-            f"{info.name}: weights or tokenizer cannot be loaded ({_first_line(error)})"
-        ) from error
+        raise ModelError(f"{info.name}: weights or tokenizer cannot be loaded ({_first_line(error)})") from error
     return model, tokenizer
 
 

@@ -165,9 +165,7 @@ def make_needles(
 def _check_arguments(count: int, seed: int, depths: Sequence[float] | str, value_digits: int) -> None:
     """Raise DataError naming every bad argument."""
     limits = (("count", count, 1), ("seed", seed, 0), ("value_digits", value_digits, 1))
-    problems = [
-        f"{name} must be at least {least}, got {seen}" for name, seen, least in limits if seen < least
-    ]
+    problems = [f"{name} must be at least {least}, got {seen}" for name, seen, least in limits if seen < least]
     # No two documents of a call share a key or a value.
     most = min(len(ADJECTIVES) * len(NOUNS), 9 * 10 ** (max(value_digits, 1) - 1))
     if count > most:
@@ -197,15 +195,11 @@ class _Codec:
         return whole[len(before) :] if whole[: len(before)] == before else self._encode(text)
 
     def text(self, ids: Sequence[int]) -> str:
-        return str(
-            self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        )
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _encode(self, text: str) -> list[int]:
         # A book that speaks of "<s>" means the three characters, not the special token.
-        return self.tokenizer(
-            text, add_special_tokens=False, split_special_tokens=True, verbose=False
-        ).input_ids
+        return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False).input_ids
 
     def split_answer(self, prompt: str, value: str) -> tuple[list[int], list[int]]:
         """The ids of the prompt and of the value after it, where no token belongs to both."""
@@ -264,9 +258,7 @@ class _Shelf:
             self.books.append(book)
         return self.books[number % len(self.books)]
 
-    def cut(
-        self, book: Book, budget: int, fraction: float, *, after: str, lead: str
-    ) -> tuple[int, list[int]]:
+    def cut(self, book: Book, budget: int, fraction: float, *, after: str, lead: str) -> tuple[int, list[int]]:
         """`budget` ids from about `fraction` of the possible starts on, and the character they start at."""
         need = math.ceil(budget * self._characters_per_token(book.text))
         if 1.2 * need < len(book.text):
@@ -324,9 +316,7 @@ class _Maker:
     length: int
     value_digits: int
 
-    def make(
-        self, earlier: Sequence[NeedleDocument], depth: float, rng: np.random.Generator
-    ) -> NeedleDocument:
+    def make(self, earlier: Sequence[NeedleDocument], depth: float, rng: np.random.Generator) -> NeedleDocument:
         """Draw key, value and place in a book until the document reads back as it should."""
         keys = {document.key for document in earlier}
         values = {document.value for document in earlier}

@@ -63,9 +63,7 @@ class RescaledRotary(nn.Module):
         return self._tables[device]
 
     @torch.no_grad()
-    def forward(
-        self, x: Tensor, position_ids: Tensor, layer_type: str | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
         """cos and sin for `position_ids` [batch or 1, sequence], in the dtype of `x`."""
         if layer_type not in (None, FULL_ATTENTION):
             # Sliding layers with a RoPE of their own (Gemma 3) never look beyond the trained window.

@@ -1,12 +1,13 @@
 """Every figure, drawn with matplotlib from plain JSON values, in one style."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from longrope2.errors import LongRopeError, require
+from longrope2.factors import RescaleFactors
 from longrope2.files import atomic_path
 
 # Colour-blind safe (Okabe–Ito); a method keeps its colour in every figure.
@@ -50,7 +51,8 @@ def draw_inspection(result: dict[str, Any], path: Path) -> None:
     """The paper's first figure for this model: unseen angles by dimension, and factors by method."""
     with figure(path, 1, 2, (11, 4.2)) as axes:
         _draw_unseen(axes[0][0], result)
-        _draw_factors(axes[0][1], result)
+        closed = {name: factors for name, factors in result["methods"].items() if name != "longrope2"}
+        _draw_factors(axes[0][1], {**result, "methods": closed})
 
 
 def _draw_unseen(axis: Any, result: dict[str, Any]) -> None:
@@ -77,12 +79,52 @@ def _draw_unseen(axis: Any, result: dict[str, Any]) -> None:
     axis.set_title("cosine of RoPE dimensions; red: angles never trained")
 
 
-def _draw_factors(axis: Any, result: dict[str, Any]) -> None:
+def draw_factors(by_method: Mapping[str, RescaleFactors], path: Path) -> None:
+    """λ by dimension of several sets of factors for one model (the paper's figure on scale factors)."""
+    first = next(iter(by_method.values()))
+    with figure(path, 1, 1, (6, 4.2)) as axes:
+        result = {
+            "methods": {name: factors.long for name, factors in by_method.items()},
+            "original_length": first.original_length,
+            "target_length": first.target_length,
+            "extension_ratio": first.extension_ratio,
+            "critical_dimension": first.spec.critical_dimension,
+            "ten_period_dimension": first.spec.ten_period_dimension,
+        }
+        _draw_factors(axes[0][0], result)
+        for name, factors in by_method.items():
+            if factors.critical_dimension is not None and name.startswith("longrope"):
+                c = factors.critical_dimension
+                axes[0][0].plot(c, factors.long[c], "o", color=COLOURS[name], label=f"d_rcd = {c}")
+        axes[0][0].legend(fontsize=8, loc="upper left")
+
+
+def draw_convergence(history: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Best perplexity and its critical dimension by iteration."""
+    with figure(path, 1, 2, (10, 3.6)) as axes:
+        iterations = [entry["iteration"] for entry in history]
+        left, right = axes[0]
+        left.plot(iterations, [entry["perplexity"] for entry in history], color=COLOURS["longrope2"])
+        left.set_xlabel("iteration")
+        left.set_ylabel("best perplexity")
+        left.set_yscale("log")
+        right.step(
+            iterations,
+            [entry["critical_dimension"] for entry in history],
+            where="post",
+            color=COLOURS["longrope2"],
+        )
+        right.set_xlabel("iteration")
+        right.set_ylabel("critical dimension of the best")
+
+
+def _draw_factors(axis: Any, result: Mapping[str, Any]) -> None:
     """λ by dimension for each method, beside the bound of the theory."""
     styles = {"ntk-rcd": ("ntk", "--"), "yarn-rcd": ("yarn", "--")}
-    for name in ("pi", "ntk", "yarn", "llama3", "ntk-rcd", "yarn-rcd"):
+    for name, factors in result["methods"].items():
         colour, line = styles.get(name, (name, "-"))
-        axis.plot(result["methods"][name], line, color=COLOURS[colour], label=name, linewidth=1.4)
+        if colour in COLOURS:
+            axis.plot(factors, line, color=COLOURS[colour], label=name, linewidth=1.4)
     bound = result["extension_ratio"]
     axis.axhline(bound, color="grey", linewidth=0.8, linestyle=":")
     for key, label in (("ten_period_dimension", "ten periods"), ("critical_dimension", "critical")):

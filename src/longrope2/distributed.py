@@ -1,0 +1,81 @@
+"""One process or many: the few collective steps the package needs, the same code for both."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from longrope2.errors import LongRopeError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """The processes that torchrun started; a single one when it did not.
+
+    Processes that share one copy of a model form a group and act as one: `rank` and `size` count groups.
+    """
+
+    process: int
+    num_processes: int
+    local_process: int
+    group_size: int = 1
+
+    @property
+    def rank(self) -> int:
+        """Which group this process belongs to."""
+        return self.process // self.group_size
+
+    @property
+    def size(self) -> int:
+        """How many groups there are."""
+        return self.num_processes // self.group_size
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes files and talks to the user."""
+        return self.process == 0
+
+    def device(self) -> "torch.device":
+        """The device of this process."""
+        import torch
+
+        return torch.device("cuda", self.local_process) if torch.cuda.is_available() else torch.device("cpu")
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every group's value, in order, on every process."""
+        if self.num_processes == 1:
+            return [value]
+        import torch.distributed as dist
+
+        values: list[Any] = [None] * self.num_processes
+        dist.all_gather_object(values, value)
+        return values[:: self.group_size]
+
+
+@contextmanager
+def world(*, group_size: int = 1) -> Iterator[World]:
+    """Join the processes that torchrun started, for the length of the block."""
+    # torchrun tells its workers who they are in these three variables.
+    process, count, local = (int(os.getenv(name) or 0) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    here = World(process=process, num_processes=max(count, 1), local_process=local, group_size=group_size)
+    if group_size < 1 or here.num_processes % group_size:
+        raise LongRopeError(
+            f"{here.num_processes} processes cannot form groups of {group_size}",
+            hint=f"start with: torchrun --nproc-per-node {max(group_size, 1)} -m longrope2 …",
+        )
+    if here.num_processes == 1:
+        yield here
+        return
+    import torch
+    import torch.distributed as dist
+
+    # Objects travel through gloo, which every machine has; a model spread over GPUs talks through NCCL.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    try:
+        yield here
+    finally:
+        dist.destroy_process_group()

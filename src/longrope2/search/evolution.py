@@ -1,0 +1,183 @@
+"""The evolutionary search: a population, its parents, their children, and who is scored on what."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from longrope2.search.journal import Journal
+from longrope2.search.racing import Mode, Race, Scores, Task
+from longrope2.search.space import Genome, SearchSpace
+
+ATTEMPTS = 200
+"""Draws for a child that was not seen before; a small space may be exhausted."""
+FINALISTS = 8
+"""How many of the best are scored on every document at the end, however they raced."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvolutionConfig:
+    """The schedule; the defaults are the paper's."""
+
+    population: int = 64
+    iterations: int = 40
+    parents: int = 32
+    mutations: int = 16
+    crossovers: int = 16
+    race: Mode = "statistical"
+    race_confidence: float = 0.5
+    seed: int = 0
+
+    def problems(self) -> list[str]:
+        """What is wrong with it, in words."""
+        found = [
+            f"{name} must be at least {least}, got {getattr(self, name)}"
+            for name, least in (
+                ("population", 1),
+                ("iterations", 0),
+                ("parents", 1),
+                ("mutations", 0),
+                ("crossovers", 0),
+                ("seed", 0),
+            )
+            if getattr(self, name) < least
+        ]
+        if self.iterations and self.mutations + self.crossovers == 0:
+            found.append("an iteration needs mutations or crossovers")
+        if self.race_confidence < 0:
+            found.append(f"race_confidence must not be negative, got {self.race_confidence}")
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Where a search stands after an iteration; iteration 0 is the first population."""
+
+    iteration: int
+    best: Genome
+    best_nll: float
+    """Sum of NLL over all documents."""
+    evaluations: int
+    """Document evaluations so far."""
+    exhaustive_evaluations: int
+    """What the same candidates would have cost without racing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a search found."""
+
+    best: Genome
+    scores: Scores
+    genomes: dict[str, Genome]
+    """Every candidate by key, in the order of their making."""
+    history: list[Progress]
+
+
+def evolve(
+    space: SearchSpace,
+    config: EvolutionConfig,
+    num_documents: int,
+    evaluate: Callable[[Sequence[tuple[Genome, int]]], Sequence[float]],
+    *,
+    journal: Journal | None = None,
+    report: Callable[[Progress], None] = lambda _: None,
+) -> Outcome:
+    """Search `space`; `evaluate` gives the NLL of each (genome, document index).
+
+    A pure function of its arguments: random draws depend on the seed and the iteration alone, so running it again
+    with a journal of answers goes the same way.
+    """
+    scores, history = Scores(num_documents), list[Progress]()
+    genomes: dict[str, Genome] = {}
+    race = Race(mode=config.race, num_parents=config.parents, confidence=config.race_confidence)
+
+    def score(tasks: Sequence[Task]) -> Sequence[float]:
+        return evaluate([(genomes[key], document) for key, document in tasks])
+
+    def settle(candidates: list[Genome], iteration: int, rng: np.random.Generator) -> None:
+        fresh = []
+        for genome in candidates:
+            key = genome.key()
+            if key not in genomes:
+                genomes[key] = genome
+                fresh.append(key)
+                if journal is not None:
+                    journal.note("candidate", key, iteration=iteration, genome=genome.to_json())
+        # Another order each time, so that no document decides alone whom racing drops.
+        order = [int(document) for document in rng.permutation(num_documents)]
+        race.run(fresh, scores, order, score)
+        if iteration == config.iterations:
+            finalists = scores.ranking()[:FINALISTS]
+            tasks = [(key, d) for key in finalists for d in range(num_documents) if d not in scores.table[key]]
+            for (key, document), nll in zip(tasks, score(tasks), strict=True):
+                scores.add(key, document, nll)
+        best = scores.best()
+        assert best is not None
+        history.append(
+            Progress(
+                iteration=iteration,
+                best=genomes[best],
+                best_nll=scores.total(best),
+                evaluations=sum(len(documents) for documents in scores.table.values()),
+                exhaustive_evaluations=len(genomes) * num_documents,
+            )
+        )
+        report(history[-1])
+
+    rng = np.random.default_rng([config.seed, 0])
+    settle(first_population(space, config.population, rng), 0, rng)
+    for iteration in range(1, config.iterations + 1):
+        rng = np.random.default_rng([config.seed, iteration])
+        parents = [genomes[key] for key in scores.ranking()[: config.parents]]
+        settle(children(space, config, parents, set(genomes), rng), iteration, rng)
+    return Outcome(best=history[-1].best, scores=scores, genomes=genomes, history=history)
+
+
+def first_population(space: SearchSpace, size: int, rng: np.random.Generator) -> list[Genome]:
+    """Algorithm 1: the seeds, then mutations of them until the population is full."""
+    seeds = list(space.seeds(rng))
+    population = list({genome.key(): genome for genome in seeds}.values())
+    # Closed forms stand first and stay, whatever the size: the search may never end below them.
+    keep = [genome for genome in population if genome.origin != "random"]
+    population = keep + [g for g in population if g.origin == "random"][: max(size - len(keep), 1)]
+    seen = {genome.key() for genome in population}
+    for _ in range(ATTEMPTS * size):
+        if len(population) >= size:
+            break
+        child = space.mutate(seeds[int(rng.integers(len(seeds)))], rng)
+        if child.key() not in seen:
+            seen.add(child.key())
+            population.append(child)
+    return population
+
+
+def children(
+    space: SearchSpace,
+    config: EvolutionConfig,
+    parents: Sequence[Genome],
+    seen: set[str],
+    rng: np.random.Generator,
+) -> list[Genome]:
+    """New individuals of one iteration; none that was seen before."""
+    found: list[Genome] = []
+
+    def pick() -> Genome:
+        return parents[int(rng.integers(len(parents)))]
+
+    makers: list[tuple[int, Callable[[], Any]]] = [
+        (config.mutations, lambda: space.mutate(pick(), rng)),
+        (config.crossovers, lambda: space.cross(pick(), pick(), rng)),
+    ]
+    for count, make in makers:
+        made = 0
+        for _ in range(ATTEMPTS * count):
+            if made == count:
+                break
+            child = make()
+            if child.key() not in seen:
+                seen.add(child.key())
+                found.append(child)
+                made += 1
+    return found
