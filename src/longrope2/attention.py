@@ -312,7 +312,8 @@ def our_attention(model: Any) -> Iterator[None]:
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    AttentionInterface.register(NAME, _transformers_attention)
+    # Kernels are chosen by trying them, which a compiler cannot trace.
+    AttentionInterface.register(NAME, torch.compiler.disable(_transformers_attention))
     AttentionMaskInterface.register(NAME, _no_mask)
     before = model.config._attn_implementation
     model.set_attn_implementation(NAME)

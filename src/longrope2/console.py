@@ -20,13 +20,17 @@ def show_table(
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
-    table.caption_justify = "left"
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else 200, highlight=False).print(table)
+    console = Console(width=None if sys.stdout.isatty() else 200, highlight=False, markup=False)
+    # Outside the table, whose own title and caption would be squeezed into its width.
+    console.print(title)
+    console.print(table)
+    if caption:
+        console.print(caption)
 
 
 def say(message: str) -> None:

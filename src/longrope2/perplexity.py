@@ -90,12 +90,31 @@ class Scorer:
 
 
 @contextmanager
-def scoring(model: Any, factors: RescaleFactors, *, objective: Objective = "needle") -> Iterator[Scorer]:
-    """Set a model up for scoring inside the block; factors may change from call to call."""
+def scoring(
+    model: Any, factors: RescaleFactors, *, objective: Objective = "needle", compiled: bool = False
+) -> Iterator[Scorer]:
+    """Set a model up for scoring inside the block; factors may change from call to call.
+
+    `compiled` fuses what stands between attention and matrix products. It pays when many documents of one length
+    are scored on a GPU, and costs about a minute before the first.
+    """
     with ExitStack() as stack:
         stack.enter_context(our_attention(model))
         rotary = stack.enter_context(rescaled(model, factors))
+        if compiled:
+            # The last layer runs in two passes and stays as it is.
+            for layer in _layers(model)[:-1]:
+                stack.enter_context(_compiled(layer))
         yield Scorer(model, rotary, objective)
+
+
+@contextmanager
+def _compiled(layer: Any) -> Iterator[None]:
+    layer.compile(dynamic=False)
+    try:
+        yield
+    finally:
+        layer._compiled_call_impl = None
 
 
 def _score(logits: Tensor, tokens: Tensor) -> Score:

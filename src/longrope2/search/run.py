@@ -177,8 +177,14 @@ def run_search(
             _show(output, factors, as_json=as_json)
 
 
+def search_result(output: Path) -> dict[str, Any]:
+    """What a finished search wrote into search.json."""
+    result: dict[str, Any] = json.loads((output / "search.json").read_text(encoding="utf-8"))
+    return result
+
+
 def _show(output: Path, factors: RescaleFactors, *, as_json: bool) -> None:
-    result = json.loads((output / "search.json").read_text(encoding="utf-8"))
+    result = search_result(output)
     if as_json:
         show_json(result)
         return
