@@ -71,9 +71,7 @@ def test_a_wrong_kernel_is_found_out():
 def test_key_heads_are_repeated_for_kernels_that_need_it():
     q, k, v = Heads(torch.device("cpu"), torch.float32, 4, 2, 16).random(20)
     plain = Kernel("plain", None, grouped=False)
-    torch.testing.assert_close(
-        plain(q, k, v, 0.25, is_causal=True), TORCH_KERNEL(q, k, v, 0.25, is_causal=True)
-    )
+    torch.testing.assert_close(plain(q, k, v, 0.25, is_causal=True), TORCH_KERNEL(q, k, v, 0.25, is_causal=True))
 
 
 def tokens_of(length, batch=2):

@@ -27,9 +27,7 @@ def make(**changes):
 )
 def test_file_round_trip_is_exact(tmp_path_factory, long, attention, critical):
     path = tmp_path_factory.mktemp("factors") / "f.json"
-    factors = make(
-        long=long, long_attention_factor=attention, critical_dimension=critical, provenance={"seed": 1}
-    )
+    factors = make(long=long, long_attention_factor=attention, critical_dimension=critical, provenance={"seed": 1})
     factors.save(path)
     assert RescaleFactors.load(path, factors.spec) == factors
 

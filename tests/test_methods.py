@@ -123,9 +123,7 @@ def test_yarn_ramps(spec, ramp):
 
 def test_temperatures():
     assert rescale("yarn", LLAMA3, 131072).long_attention_factor == pytest.approx(0.1 * math.log(16) + 1)
-    assert methods.longrope_temperature(16, 8192) == pytest.approx(
-        math.sqrt(1 + math.log(16) / math.log(8192))
-    )
+    assert methods.longrope_temperature(16, 8192) == pytest.approx(math.sqrt(1 + math.log(16) / math.log(8192)))
 
 
 @given(specs, ratios)

@@ -37,9 +37,9 @@ def tokenizer_folder(tmp_path_factory):
     )
     tokenizer.train_from_iterator(["the cat sat on the mat and the dog ran 1234 times"] * 4, trainer)
     folder = tmp_path_factory.mktemp("tokenizer")
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<|bos|>", eos_token="<|eos|>"
-    ).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<|bos|>", eos_token="<|eos|>").save_pretrained(
+        folder
+    )
     return folder
 
 
@@ -58,9 +58,7 @@ def permuted(weight, heads):
     return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
-def write_gguf(
-    path, model, tokenizer_folder, *, quantisation="F32", rope=None, architecture="llama", extra=None
-):
+def write_gguf(path, model, tokenizer_folder, *, quantisation="F32", rope=None, architecture="llama", extra=None):
     """A GGUF file as llama.cpp's converter writes it."""
     config, state = model.config, {name: t.float().numpy() for name, t in model.state_dict().items()}
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -209,9 +207,7 @@ class TestGGUF:
         model = gguf_model(tie_word_embeddings=tied)
         path = write_gguf(tmp_path / "m.gguf", model, tokenizer_folder, quantisation=quantisation)
         loaded = load(path)
-        theirs = AutoModelForCausalLM.from_pretrained(
-            tmp_path, gguf_file="m.gguf", dtype=torch.float32
-        ).eval()
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32).eval()
         tokens = torch.randint(2, 320, (2, 48), generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
             ours, expected, source = (m(tokens).logits for m in (loaded.model, theirs, model))

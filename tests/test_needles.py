@@ -186,9 +186,9 @@ def test_any_length_depth_and_seed(kind: str, bos: bool, length: int, depth: Any
 @given(depth=st.floats(0, 1), seed=st.integers(0, 1000), kind=st.sampled_from(TOKENIZERS))
 def test_depth_within_one_percent(depth: float, seed: int, kind: str) -> None:
     for length in (4096, 6000):
-        document = make_needles(
-            tokenizer(kind), books(3, 60_000), length=length, count=1, seed=seed, depth=depth
-        )[0]
+        document = make_needles(tokenizer(kind), books(3, 60_000), length=length, count=1, seed=seed, depth=depth)[
+            0
+        ]
         assert abs(document.depth - depth) <= 0.01
 
 
@@ -233,9 +233,7 @@ def test_needle_goes_between_words_where_no_sentence_ends() -> None:
 def test_text_without_spaces_or_in_many_bytes() -> None:
     book = one_book("".join(chr(0x4E00 + number * 7 % 900) for number in range(9000)))
     for seed in range(5):
-        document = make_needles(tokenizer("split-digits"), [book], length=900, count=1, seed=seed, depth=0.5)[
-            0
-        ]
+        document = make_needles(tokenizer("split-digits"), [book], length=900, count=1, seed=seed, depth=0.5)[0]
         check(tokenizer("split-digits"), document, 900)
 
 
@@ -399,9 +397,7 @@ def test_keys_and_values() -> None:
 
 def test_books_serve_again_from_another_start_and_that_is_noted() -> None:
     notes: list[str] = []
-    documents = make_needles(
-        tokenizer("split-digits"), books(3), length=900, count=9, seed=0, note=notes.append
-    )
+    documents = make_needles(tokenizer("split-digits"), books(3), length=900, count=9, seed=0, note=notes.append)
     assert len({(document.book, document.book_start) for document in documents}) == 9
     assert [sum(document.book == book.title for document in documents) for book in books(3)] == [3, 3, 3]
     assert len({document.book for document in documents[:3]}) == 3
@@ -443,9 +439,7 @@ def test_book_of_just_the_length_serves_once() -> None:
     # Without room for many starts the other book serves instead, and then none does.
     documents = make_needles(fast, [book, *books(1)], length=3000, count=8, seed=0)
     assert len({(document.book, document.book_start) for document in documents}) == 8
-    with pytest.raises(
-        DataError, match=rf"document \d+: none of {ATTEMPTS} draws .* no room for another start"
-    ):
+    with pytest.raises(DataError, match=rf"document \d+: none of {ATTEMPTS} draws .* no room for another start"):
         make_needles(fast, [book], length=3000, count=500, seed=0)
 
 
@@ -480,9 +474,7 @@ def test_book_full_of_numbers_has_no_place_for_one_digit() -> None:
 
 def test_short_values_where_the_book_has_no_numbers() -> None:
     book = one_book("All of it in words alone. " * 2000)
-    documents = make_needles(
-        tokenizer("space-with-digits"), [book], length=900, count=9, seed=0, value_digits=1
-    )
+    documents = make_needles(tokenizer("space-with-digits"), [book], length=900, count=9, seed=0, value_digits=1)
     assert sorted(document.value for document in documents) == list("123456789")
     for document in documents:
         check(tokenizer("space-with-digits"), document, 900)
@@ -512,9 +504,7 @@ def test_too_small_a_length_names_the_smallest(kind: str, depth: Any) -> None:
     assert match is not None
     smallest = int(match[1])
     for seed in range(4):
-        for document in make_needles(
-            tokenizer(kind), books(), length=smallest, count=10, seed=seed, depth=depth
-        ):
+        for document in make_needles(tokenizer(kind), books(), length=smallest, count=10, seed=seed, depth=depth):
             check(tokenizer(kind), document, smallest)
     with pytest.raises(DataError, match="no room"):
         make_needles(tokenizer(kind), books(), length=smallest - 40, count=5, seed=1, depth=depth)

@@ -34,6 +34,7 @@ def expected_nll(model, factors, document, start):
 @pytest.mark.parametrize("family", sorted(FAMILY_OPTIONS))
 def test_needle_and_plain_scores_are_those_of_full_logits(family, monkeypatch):
     monkeypatch.setattr(perplexity, "LOGIT_ROWS", 16)
+    monkeypatch.setattr(perplexity, "MLP_ROWS", 20)
     model = family_model(family)
     factors = make_factors(model, long_attention_factor=1.1)
     documents = [document(48, 5, seed=0), document(48, 7, seed=1)]
@@ -62,9 +63,7 @@ def test_factors_change_from_call_to_call_and_short_documents_use_short_ones():
         assert score(other, [long])[0].nll != first
         assert score(factors, [long])[0].nll == first
         assert score(factors, [short])[0].nll == score(other, [short])[0].nll
-        assert score(factors, [short])[0].nll == pytest.approx(
-            expected_nll(model, factors, short, 15), rel=1e-4
-        )
+        assert score(factors, [short])[0].nll == pytest.approx(expected_nll(model, factors, short, 15), rel=1e-4)
 
 
 def test_exact_means_every_first_choice_right():

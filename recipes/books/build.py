@@ -35,14 +35,10 @@ def trim(text: str, first: str, last: str, book_id: int) -> str:
     text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
     for mark in (first, last):
         if text.count(mark) != 1:
-            raise SystemExit(
-                f"book {book_id}: {mark!r} occurs {text.count(mark)} times, exactly one expected"
-            )
+            raise SystemExit(f"book {book_id}: {mark!r} occurs {text.count(mark)} times, exactly one expected")
     kept = text[text.index(first) : text.index(last) + len(last)] + "\n"
     if trace := TRACES.search(kept):
-        raise SystemExit(
-            f"book {book_id}: {trace.group()!r} at character {trace.start()} of the trimmed text"
-        )
+        raise SystemExit(f"book {book_id}: {trace.group()!r} at character {trace.start()} of the trimmed text")
     return kept
 
 

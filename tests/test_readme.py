@@ -1,0 +1,62 @@
+"""The commands and the example of README and docs really run."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), flags=re.M | re.S)
+
+
+def commands(page: Path) -> list[str]:
+    """Command lines of a page, continued lines joined, comments dropped."""
+    lines = "\n".join(blocks(page, "bash")).replace("\\\n", " ").splitlines()
+    return [line.split("  #")[0].strip() for line in lines if line.strip() and not line.startswith("#")]
+
+
+@pytest.mark.parametrize("command", commands(ROOT / "README.md"))
+def test_readme_commands_run(command, tmp_path):
+    program, *arguments = shlex.split(command)
+    if program == "make":  # `make test` is what runs this test; its targets must exist and parse
+        subprocess.run(["make", "--dry-run", *arguments], cwd=ROOT, check=True, capture_output=True)
+        return
+    assert program == "longrope2"
+    subprocess.run([sys.executable, "-m", "longrope2", *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("example", blocks(ROOT / "README.md", "python"))
+def test_readme_example_runs(example):
+    assert len([line for line in example.splitlines() if line.strip()]) <= 10
+    subprocess.run([sys.executable, "-c", example], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_in_docs_parse(page):
+    """Every longrope2 command names options that exist."""
+    from longrope2.cli import cli
+
+    for command in commands(page):
+        program, *arguments = shlex.split(command)
+        if program == "torchrun":
+            program, arguments = "longrope2", arguments[arguments.index("longrope2") + 1 :]
+        if program != "longrope2":
+            continue
+        subcommand = cli.commands[arguments[0]]
+        known = {option for parameter in subcommand.params for option in parameter.opts}
+        used = {word.split("=")[0] for word in arguments[1:] if word.startswith("-")}
+        assert used <= known, f"{command}: {used - known}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
+        if not target.startswith(("http://", "https://")):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
