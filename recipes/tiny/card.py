@@ -106,10 +106,11 @@ longest {distances["longest"]} tokens. Share of the recall documents by distance
 
 Books ({training["book_tokens"]:,} tokens): {titles}.
 
-To make it again, with a folder of these books as .txt files (without `--books` the package's training books are read,
-which are fewer):
+To make it again, with a folder of these books as .txt files (without `--books` the package's training books
+are read, which are fewer):
 
-    python recipes/tiny/train.py --books BOOKS --distances {config["distances"]} --seed {config["seed"]} --output FOLDER
+    python recipes/tiny/train.py --books BOOKS --distances {config["distances"]} --seed {config["seed"]} \\
+        --output FOLDER
 """
 
 
