@@ -10,6 +10,9 @@ import pytest
 # No test may reach for the network, whatever it loads.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # As many workers as cores, so one thread each, in the processes they start as well.
+    os.environ["OMP_NUM_THREADS"] = "1"
 
 FIXTURES = Path(__file__).parent / "fixtures"
 ORIGINAL_LENGTH = 32
