@@ -96,7 +96,7 @@ def draw_factors(by_method: Mapping[str, RescaleFactors], path: Path) -> None:
             if factors.critical_dimension is not None and name.startswith("longrope"):
                 c = factors.critical_dimension
                 axes[0][0].plot(c, factors.long[c], "o", color=COLOURS[name], label=f"d_rcd = {c}")
-        axes[0][0].legend(fontsize=8, loc="upper left")
+        axes[0][0].legend(fontsize=8, loc="lower right")
 
 
 def draw_convergence(history: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -129,10 +129,11 @@ def _draw_factors(axis: Any, result: Mapping[str, Any]) -> None:
     axis.axhline(bound, color="grey", linewidth=0.8, linestyle=":")
     for key, label in (("ten_period_dimension", "ten periods"), ("critical_dimension", "critical")):
         axis.axvline(result[key], color="black", linewidth=0.8, linestyle="--")
-        axis.annotate(f" {label} ({result[key]})", (result[key], 1.3 * bound), fontsize=8, rotation=90)
+        place = {"transform": axis.get_xaxis_transform(), "va": "top", "ha": "right", "rotation": 90}
+        axis.text(result[key], 0.98, f"{label} ({result[key]})", fontsize=8, **place)
     axis.set_yscale("log", base=2)
     axis.set_ylim(0.95, 4 * bound)
     axis.set_xlabel("RoPE dimension i")
     axis.set_ylabel("factor λ")
     axis.set_title(f"factors for {result['original_length']:,} → {result['target_length']:,} tokens")
-    axis.legend(fontsize=8, loc="upper left")
+    axis.legend(fontsize=8, loc="lower right")

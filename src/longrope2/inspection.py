@@ -42,9 +42,9 @@ def inspection(info: ModelInfo, target_length: int | None = None) -> dict[str, A
 
 def show(result: dict[str, Any]) -> None:
     """Print an inspection as a table, one row per dimension."""
-    fixed = ["i", "period", "periods seen", "unseen from"]
+    fixed = ["i", "period", "turns", "unseen"]
     # Methods that a narrow terminal cannot hold are in --json; the best known ones come first.
-    room = (terminal_width() - 40) // 9
+    room = (terminal_width() - 42) // 11
     preferred = ["pi", "ntk", "yarn", "llama3", "ntk-rcd", "yarn-rcd"]
     names = preferred + [name for name in result["methods"] if name not in preferred]
     names = names[: max(room, 2)]
@@ -84,8 +84,8 @@ def _headline(result: dict[str, Any]) -> str:
 
 def _caption(result: dict[str, Any], hidden: int) -> str:
     caption = (
-        "periods seen: how many of its periods a dimension completes within the trained window; "
-        "unseen from: first position whose angle training never reached; then λ by method "
+        "turns: how many periods a dimension completes within the trained window; "
+        "unseen: first position whose angle training never reached; then λ by method "
         f"(-rcd at dimension {result['default_real_critical_dimension']})"
     )
     return caption + (f"; {hidden} more methods with --json" if hidden else "")
