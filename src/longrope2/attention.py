@@ -7,10 +7,11 @@ Shapes: B batch, H query heads, K key/value heads, Q queries, S keys, D head dim
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -80,6 +81,61 @@ def causal_attention(
         return _by_blocks(query, key, block, window, _masked(key, value, scale))
     kernel = choose_kernel(Heads.of(query, key))
     return kernel(query, key, value, scale, is_causal=True)
+
+
+def packed_attention(
+    query: Tensor, key: Tensor, value: Tensor, boundaries: Sequence[Sequence[int]], *, scale: float, **options: Any
+) -> Tensor:
+    """Causal attention within each document of each row: boundaries[row] = 0 < … < S, where documents end.
+
+    The work is that of the documents, not of the row: a mask would only hide it.
+    """
+    rows = []
+    for row, ends in enumerate(boundaries):
+        q, k, v = query[row : row + 1], key[row : row + 1], value[row : row + 1]
+        plain = all(option is None for option in options.values())
+        if len(ends) > 2 and plain and q.is_cuda and varlen_agrees(Heads.of(q, k)):
+            rows.append(_varlen(q, k, v, ends, scale))
+            continue
+        pieces = [
+            causal_attention(q[:, :, start:stop], k[:, :, start:stop], v[:, :, start:stop], scale=scale, **options)
+            for start, stop in pairwise(ends)
+        ]
+        rows.append(torch.cat(pieces, dim=2))
+    return torch.cat(rows)
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, ends: Sequence[int], scale: float) -> Tensor:
+    """All documents of one row in one kernel."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    offsets = torch.tensor(ends, dtype=torch.int32, device=query.device)
+    longest = max(stop - start for start, stop in pairwise(ends))
+    repeats = query.shape[1] // key.shape[1]
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    if repeats > 1:
+        k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+    # A window that looks back without limit and never ahead is a causal mask.
+    output = varlen_attn(q, k, v, offsets, offsets, longest, longest, scale=scale, window_size=(-1, 0))
+    assert isinstance(output, Tensor)
+    return output.transpose(0, 1)[None]
+
+
+@lru_cache
+def varlen_agrees(heads: "Heads") -> bool:
+    """Whether torch has a kernel for packed documents here that gives what the reference gives."""
+    ends, scale = (0, 129, 130, 700, 1111), heads.head_dim**-0.5
+    q, k, v = heads.random(length=ends[-1])
+    try:
+        found = _varlen(q, k, v, ends, scale)
+    except (ImportError, RuntimeError, TypeError):
+        return False
+    pieces = [
+        reference_attention(q[:, :, a:b].float(), k[:, :, a:b].float(), v[:, :, a:b].float(), scale=scale)
+        for a, b in pairwise(ends)
+    ]
+    expected = torch.cat(pieces, dim=2)
+    return bool((found.float() - expected).norm() / expected.norm() < 1e-2)
 
 
 def reference_attention(
@@ -289,16 +345,35 @@ def _transformers_attention(
     trailing: TrailingQueries | None = module.__dict__.get("_trailing_queries")
     if trailing is not None:
         key, value = trailing.exchange(key, value)
-    output = causal_attention(
-        query,
-        key,
-        value,
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=sliding_window,
-        softcap=softcap,
-        sinks=s_aux,
-    )
+    options: dict[str, Any] = {
+        "scale": query.shape[-1] ** -0.5 if scaling is None else scaling,
+        "window": sliding_window,
+        "softcap": softcap,
+        "sinks": s_aux,
+    }
+    if _boundaries is not None:
+        output = packed_attention(query, key, value, _boundaries, **options)
+    else:
+        output = causal_attention(query, key, value, **options)
     return output.transpose(1, 2).contiguous(), None
+
+
+# Of the whole process, not of a thread: checkpointed layers run again in autograd's own threads.
+_boundaries: Sequence[Sequence[int]] | None = None
+
+
+@contextmanager
+def documents(boundaries: Sequence[Sequence[int]]) -> Iterator[None]:
+    """Keep attention of `our_attention` within documents: for each row 0 and where its documents end.
+
+    Backward passes belong inside the block, too, where layers are checkpointed.
+    """
+    global _boundaries
+    before, _boundaries = _boundaries, boundaries
+    try:
+        yield
+    finally:
+        _boundaries = before
 
 
 def _no_mask(attention_mask: Tensor | None = None, **_: Any) -> None:

@@ -86,7 +86,7 @@ class Scorer:
         pieces = []
         for begin in range(0, hidden.shape[1], LOGIT_ROWS):
             piece = hidden[:, begin : begin + LOGIT_ROWS]
-            logits = _head(self._model, piece)[0]
+            logits = head_logits(self._model, piece)[0]
             pieces.append(_score(logits, tokens[1 + begin : 1 + begin + logits.shape[0]]))
         return total(pieces)
 
@@ -157,7 +157,7 @@ def _layers(model: Any) -> Any:
     return model.base_model.layers
 
 
-def _head(model: Any, hidden: Any) -> Tensor:
+def head_logits(model: Any, hidden: Any) -> Tensor:
     """Logits of given hidden states through the model's own head, with whatever scaling it applies."""
     from transformers.modeling_outputs import MoeModelOutputWithPast  # a superset of the plain output
 

@@ -1,0 +1,1 @@
+"""Mixed context window training (paper, section 3.3)."""
