@@ -1,0 +1,162 @@
+"""Checkpoints that are whole or not there: DCP shards in a folder that gets its name last.
+
+A checkpoint is `step-00000120/`: DCP's shards, and `checkpoint.json` with what else the loop needs. Shards are written
+in the background, under a temporary name, while training goes on. The folder gets its name when every byte is on disk,
+so one with the right name is complete; a damaged one (a disk that lies, a copy that broke off) is found by its
+checksums and passed over for the one before it.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.optim import Optimizer
+
+from longrope2.console import warn
+from longrope2.distributed import World
+from longrope2.errors import LongRopeError
+from longrope2.files import write_json
+
+NAME = re.compile(r"step-(\d{8})")
+RECORD = "checkpoint.json"
+BLOCK = 1 << 20
+
+
+class Checkpoints:
+    """The checkpoints of one run."""
+
+    def __init__(self, folder: Path, *, keep: int, here: World) -> None:
+        self._folder = folder
+        self._keep = keep
+        self._here = here
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: tuple[Future[None], Path] | None = None
+        # Its own group: background writing must not meet the collectives of training.
+        self._group = dist.new_group(backend="gloo") if here.num_processes > 1 else None
+
+    def save(self, step: int, model: nn.Module, optimizer: Optimizer, record: dict[str, Any]) -> None:
+        """Begin to write the state after `step` steps; the one before is finished first."""
+        self.finish()
+        final = self._folder / f"step-{step:08d}"
+        temporary = self._folder / f".step-{step:08d}.partial"
+        if self._here.is_main:
+            shutil.rmtree(temporary, ignore_errors=True)
+            with _disk_errors(final):
+                temporary.mkdir(parents=True)
+        self._here.gather(None)
+        weights, moments = get_state_dict(model, optimizer)
+        future = async_save(
+            {"model": weights, "optimizer": moments},
+            checkpoint_id=temporary,
+            process_group=self._group,
+            no_dist=self._group is None,
+        )
+        assert isinstance(future, Future)
+        completed = self._writer.submit(self._complete, future, temporary, final, {**record, "step": step})
+        self._pending = (completed, final)
+
+    def finish(self) -> None:
+        """Wait for the checkpoint under way."""
+        if self._pending is None:
+            return
+        (completed, final), self._pending = self._pending, None
+        with _disk_errors(final):
+            completed.result()
+        self._here.gather(None)
+
+    def _complete(self, shards: "Future[Any]", temporary: Path, final: Path, record: dict[str, Any]) -> None:
+        """In the background: when all shards are there, name the checkpoint and remove old ones."""
+        shards.result()
+        if not self._here.is_main:  # the main process's shards are done when everybody's are
+            return
+        write_json(temporary / RECORD, {**record, "files": _checksums(temporary)})
+        _sync(temporary)
+        shutil.rmtree(final, ignore_errors=True)
+        temporary.rename(final)
+        for old in self._steps()[: -self._keep]:
+            shutil.rmtree(self._folder / f"step-{old:08d}")
+
+    def load_latest(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any] | None:
+        """Restore the newest whole checkpoint and return its record; None where there is none."""
+        for step in reversed(self._steps()):
+            folder = self._folder / f"step-{step:08d}"
+            problem = self._here.gather(_problem(folder) if self._here.is_main else None)[0]
+            if problem is not None:
+                if self._here.is_main:
+                    warn(f"{folder} is damaged ({problem}); using the checkpoint before it")
+                continue
+            weights, moments = get_state_dict(model, optimizer)
+            state: dict[str, Any] = {"model": weights, "optimizer": moments}
+            load(state, checkpoint_id=folder, no_dist=self._group is None)
+            set_state_dict(
+                model,
+                optimizer,
+                model_state_dict=state["model"],
+                optim_state_dict=state["optimizer"],
+                options=StateDictOptions(strict=True),
+            )
+            record: dict[str, Any] = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+            return record
+        return None
+
+    def _steps(self) -> list[int]:
+        if not self._folder.is_dir():
+            return []
+        names = (NAME.fullmatch(path.name) for path in self._folder.iterdir())
+        return sorted(int(match[1]) for match in names if match)
+
+
+@contextmanager
+def _disk_errors(final: Path) -> Iterator[None]:
+    """A full disk is the user's to mend; what was saved before stays."""
+    try:
+        yield
+    except (OSError, CheckpointException) as error:
+        raise LongRopeError(
+            f"{final}: the checkpoint cannot be written ({error})",
+            hint="free some space and start again; the checkpoint before it is untouched",
+        ) from error
+
+
+def _checksums(folder: Path) -> dict[str, str]:
+    return {path.name: _digest(path) for path in sorted(folder.iterdir()) if path.name != RECORD}
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        while block := file.read(BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _problem(folder: Path) -> str | None:
+    """What is wrong with a checkpoint, or None."""
+    try:
+        files = json.loads((folder / RECORD).read_text(encoding="utf-8"))["files"]
+        for name, expected in files.items():
+            if _digest(folder / name) != expected:
+                return f"{name} has changed"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return str(error)
+    return None
+
+
+def _sync(folder: Path) -> None:
+    """Hand every file of a folder to the disk before its name says that it is there."""
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())

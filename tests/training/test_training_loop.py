@@ -1,0 +1,225 @@
+"""The loop: exact updates, exact resuming, and clear ends."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from conftest import family_model
+from longrope2.distributed import World
+from longrope2.errors import LongRopeError
+from longrope2.training.loop import TrainConfig, make_optimizer, train
+from longrope2.training.mixed import IGNORED, Batch
+from test_rotary import make_factors
+
+ALONE = World(process=0, num_processes=1, local_process=0)
+ROW = 48
+
+
+def row(number: int) -> Batch:
+    """A short row of two documents, or a long one, by turns."""
+    tokens = torch.randint(3, 97, (1, ROW), generator=torch.Generator().manual_seed(number))
+    ends = [0, 20, ROW] if number % 2 == 0 else [0, ROW]
+    labels = torch.roll(tokens, -1, 1)
+    labels[0, [end - 1 for end in ends[1:]]] = IGNORED
+    positions = torch.cat([torch.arange(b - a) for a, b in pairwise(ends)])[None]
+    return Batch(
+        tokens=tokens, positions=positions, labels=labels, long_rows=torch.tensor([number % 2 == 1]), boundaries=[ends]
+    )
+
+
+def run(folder, *, steps=6, stop_after=None, rows=row, here=ALONE, **options):
+    """Train a fresh model into a folder; optionally break off in the middle."""
+    model = family_model("llama")
+    config = TrainConfig(steps=steps, batch_rows=2, learning_rate=1e-2, warmup_steps=2, save_every=2, **options)
+
+    class BrokenOff(Exception):
+        pass
+
+    def report(result):
+        if result.step == stop_after:
+            raise BrokenOff
+
+    results = []
+    try:
+        results = train(model, make_factors(model), rows, config, folder, here, report=report)
+    except BrokenOff:
+        time.sleep(0.2)  # let the checkpoint under way be written or not: either must do
+    return model, results
+
+
+def weights(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def assert_same(first, second):
+    assert first.keys() == second.keys()
+    for name in first:
+        assert torch.equal(first[name], second[name]), name
+
+
+def test_an_update_is_that_of_a_plain_loop(tmp_path):
+    """Against AdamW by hand on the mean loss of documents alone."""
+    model = family_model("llama")
+    config = TrainConfig(steps=3, batch_rows=2, learning_rate=1e-2, warmup_steps=0)
+    factors = make_factors(model)
+    rope = {"rope_type": "longrope", "long_factor": list(factors.long), "short_factor": list(factors.short),
+            "original_max_position_embeddings": 32, "attention_factor": 1.0}  # fmt: skip
+    plain = family_model("llama", rope, max_position_embeddings=128)
+    optimizer = make_optimizer(plain, config)
+    losses = []
+    for step in range(3):
+        short, long = row(2 * step), row(2 * step + 1)
+        total, count = torch.zeros(()), 0
+        for document in (short.tokens[:, :20], short.tokens[:, 20:], long.tokens):
+            logits = plain(document, use_cache=False).logits[0, :-1]
+            total = total + F.cross_entropy(logits, document[0, 1:], reduction="sum")
+            count += len(logits)
+        losses.append((total / count).item())
+        (total / count).backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = config.learning_rate_at(step)
+        optimizer.step()
+        optimizer.zero_grad()
+    results = train(model, factors, row, config, tmp_path, ALONE)
+    assert [r.loss for r in results] == pytest.approx(losses, rel=1e-4)
+    assert set(results[0].loss_by_kind) == {"short", "long"}
+    for name, tensor in plain.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], tensor, rtol=1e-2, atol=2e-4)
+
+
+@pytest.mark.parametrize("stop_after", [1, 2, 3, 5])
+def test_resuming_is_bitwise(tmp_path, stop_after):
+    whole, results = run(tmp_path / "whole")
+    run(tmp_path / "parts", stop_after=stop_after)
+    resumed, later = run(tmp_path / "parts")
+    assert_same(weights(whole), weights(resumed))
+    assert [r.loss for r in later] == [r.loss for r in results][-len(later) :]
+
+
+def test_finished_runs_do_nothing_more(tmp_path):
+    first, _ = run(tmp_path)
+    again, results = run(tmp_path)
+    assert results == []
+    assert_same(weights(first), weights(again))
+
+
+def checkpoints(folder):
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def test_old_checkpoints_go(tmp_path):
+    run(tmp_path, keep=2)
+    assert checkpoints(tmp_path) == ["step-00000004", "step-00000006"]
+    record = json.loads((tmp_path / "checkpoints" / "step-00000006" / "checkpoint.json").read_text())
+    assert record["step"] == 6
+    assert record["config"]["batch_rows"] == 2
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "remove", "record"])
+def test_a_damaged_checkpoint_is_passed_over(tmp_path, damage, capsys):
+    whole, _ = run(tmp_path / "whole")
+    run(tmp_path / "parts", steps=6, stop_after=5)
+    folder = tmp_path / "parts" / "checkpoints" / "step-00000004"
+    shard = next(folder.glob("*.distcp"))
+    content = bytearray(shard.read_bytes())
+    if damage == "cut":
+        shard.write_bytes(content[: len(content) // 2])
+    elif damage == "flip":
+        content[len(content) // 2] ^= 1
+        shard.write_bytes(content)
+    elif damage == "remove":
+        shard.unlink()
+    else:
+        (folder / "checkpoint.json").write_text("{")
+    resumed, _ = run(tmp_path / "parts")
+    assert "is damaged" in capsys.readouterr().err
+    assert_same(weights(whole), weights(resumed))
+
+
+def test_a_half_written_checkpoint_does_not_count(tmp_path):
+    whole, _ = run(tmp_path / "whole")
+    run(tmp_path / "parts", stop_after=3)
+    folder = tmp_path / "parts" / "checkpoints"
+    shutil.copytree(folder / "step-00000002", folder / ".step-00000004.partial")
+    resumed, _ = run(tmp_path / "parts")
+    assert_same(weights(whole), weights(resumed))
+
+
+def test_a_loss_that_breaks_stops_the_run_and_keeps_the_checkpoint(tmp_path):
+
+    def rows(number):
+        if number == 6:  # step 4
+            with torch.no_grad():
+                poisoned.lm_head.weight.fill_(float("nan"))
+        return row(number)
+
+    poisoned = family_model("llama")
+    config = TrainConfig(steps=6, batch_rows=2, learning_rate=1e-2, save_every=2)
+    with pytest.raises(LongRopeError, match="no longer finite at step 4"):
+        train(poisoned, make_factors(poisoned), rows, config, tmp_path, ALONE)
+    assert checkpoints(tmp_path) == ["step-00000002"]
+
+
+def test_a_full_disk_is_a_clear_error(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("longrope2.training.checkpoint.write_json", full)
+    with pytest.raises(LongRopeError, match="No space left on device"):
+        run(tmp_path)
+    assert not any(name.startswith("step-") for name in checkpoints(tmp_path))
+
+
+def test_config_problems_and_schedule():
+    config = TrainConfig(steps=10, warmup_steps=2, learning_rate=1.0)
+    assert [config.learning_rate_at(step) for step in (0, 1, 2)] == [0.5, 1.0, 1.0]
+    assert config.learning_rate_at(9) < 0.05
+    problems = TrainConfig(steps=0, batch_rows=0, learning_rate=-1, save_every=0, keep=0).problems()
+    assert len(problems) == 5
+
+
+def test_kill_9_in_the_middle(tmp_path):
+    """A real process, a real kill, the same weights."""
+    script = textwrap.dedent(
+        """
+        import sys, time, torch
+        sys.path[:0] = sys.argv[2:]
+        from pathlib import Path
+        from test_training_loop import run, weights
+        import test_training_loop as t
+        def slow(number):
+            time.sleep(0.05)
+            return t.row(number)
+        model, _ = run(Path(sys.argv[1]), steps=40, rows=slow)
+        torch.save(weights(model), sys.argv[1] + ".pt")
+        """
+    )
+    here = os.path.dirname(__file__)  # noqa: PTH120
+    paths = [here, os.path.dirname(here)]  # noqa: PTH120
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def start(folder):
+        return subprocess.Popen([sys.executable, "-c", script, str(folder), *paths], env=environment)
+
+    assert start(tmp_path / "whole").wait(timeout=120) == 0
+    process = start(tmp_path / "parts")
+    saved = tmp_path / "parts" / "checkpoints"
+    while not (saved.exists() and any(p.name.startswith("step-") for p in saved.iterdir())):
+        assert process.poll() is None
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "parts.pt").exists()
+    assert start(tmp_path / "parts").wait(timeout=120) == 0
+    assert_same(torch.load(tmp_path / "whole.pt"), torch.load(tmp_path / "parts.pt"))
