@@ -280,9 +280,7 @@ def test_hub_errors(monkeypatch: pytest.MonkeyPatch, hub: FakeHub) -> None:
 
 
 @pytest.mark.parametrize(("package", "source"), [("datasets", "owner/name"), ("pyarrow", "books.parquet")])
-def test_a_missing_package_is_named(
-    package: str, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_is_named(package: str, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("books.parquet").touch()
     # None makes an import fail as if the package were not installed.

@@ -23,9 +23,7 @@ def run(*arguments, **options):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    family_config("llama", {"rope_theta": 100_000.0}, head_dim=64, max_position_embeddings=8192).save_pretrained(
-        folder
-    )
+    family_config("llama", {"rope_theta": 100_000.0}, head_dim=64, max_position_embeddings=8192).save_pretrained(folder)
     return folder
 
 

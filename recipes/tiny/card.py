@@ -176,8 +176,7 @@ def extended(evaluations: dict[str, dict]) -> str:
     best = [r["name"] for e in evaluations.values() for r in e["extension"]["finalists"]]
     names = list(dict.fromkeys([*closed, *best]))
     rows = [
-        [name, *(f"{r[name]['nll']:.3f} / {percent(r[name]['exact'])}" for r in by_name.values())]
-        for name in names
+        [name, *(f"{r[name]['nll']:.3f} / {percent(r[name]['exact'])}" for r in by_name.values())] for name in names
     ]
     fresh_rows = []
     for base, evaluation in evaluations.items():

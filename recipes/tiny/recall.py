@@ -256,9 +256,7 @@ class RecallMaker:
         answer = length - 1 - VALUE_DIGITS
         return row, answer, answer - value_start
 
-    def _sentences(
-        self, rng: random.Random, key: Key, length: int, limit: int
-    ) -> tuple[list[int], Pattern, list[int]]:
+    def _sentences(self, rng: random.Random, key: Key, length: int, limit: int) -> tuple[list[int], Pattern, list[int]]:
         """Draw wordings until one fits: what opens the document, the needle and the question."""
         text_sep, question_sep = rng.choice(SEPARATORS), rng.choice(SEPARATORS)
         for _ in range(1000):

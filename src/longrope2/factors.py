@@ -170,9 +170,7 @@ def _problems(values: Mapping[str, Any]) -> list[str]:
     sized = check("rotary_dim", "an even integer of at least 2", lambda v: _is_count(v) and v % 2 == 0)
     lengths = [check(name, "a positive integer", _is_count) for name in ("original_length", "target_length")]
     if all(lengths) and values["target_length"] < values["original_length"]:
-        problems.append(
-            f"target_length {values['target_length']} is below original_length {values['original_length']}"
-        )
+        problems.append(f"target_length {values['target_length']} is below original_length {values['original_length']}")
     for name in ("long_attention_factor", "short_attention_factor"):
         check(name, "a finite number above 0", lambda v: _is_number(v) and v > 0)
     for name in ("long", "short"):
@@ -181,9 +179,7 @@ def _problems(values: Mapping[str, Any]) -> list[str]:
         bad = [i for i, v in enumerate(values[name]) if not (_is_number(v) and v > 0)]
         if bad:
             seen = ", ".join(_shorten(values[name][i]) for i in bad[:3])
-            problems.append(
-                f"{name} factors must be finite numbers above 0, got {seen} at dimension {_listing(bad)}"
-            )
+            problems.append(f"{name} factors must be finite numbers above 0, got {seen} at dimension {_listing(bad)}")
         if sized and len(values[name]) != values["rotary_dim"] // 2:
             problems.append(
                 f"{len(values[name])} {name} factors, expected {values['rotary_dim'] // 2} "

@@ -203,8 +203,7 @@ def _original_length(parameters: Mapping[str, Any], window: int) -> int:
     if isinstance(factor, int | float) and factor >= 1:
         return max(round(window / factor), 1)
     raise ModelError(
-        f"the model is already rescaled by '{method}', but its config says neither the original window "
-        "nor the factor",
+        f"the model is already rescaled by '{method}', but its config says neither the original window nor the factor",
         hint="give it: --original-length N",
     )
 
@@ -248,9 +247,7 @@ def _existing_rescaling(parameters: Mapping[str, Any], rope: RopeSpec, window: i
             f"the config's rope_type {method!r} is not known here",
             hint="known: default, linear, dynamic, yarn, llama3, longrope",
         )
-    return Rescaled(
-        method=method, factors=tuple(map(float, factors)), attention_factor=float(attention_factor or 1.0)
-    )
+    return Rescaled(method=method, factors=tuple(map(float, factors)), attention_factor=float(attention_factor or 1.0))
 
 
 def _yarn_attention(parameters: Mapping[str, Any], factor: float) -> float:

@@ -170,9 +170,7 @@ def _from_pretrained(info: ModelInfo, dtype: "torch.dtype", tensor_parallel: int
 
         placement = {"distributed_config": DistributedConfig(tp_size=tensor_parallel)}
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype, use_safetensors=True, **placement, **options
-        )
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, use_safetensors=True, **placement, **options)
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"{info.name}: weights or tokenizer cannot be loaded ({_first_line(error)})") from error

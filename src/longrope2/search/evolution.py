@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from longrope2.methods import METHODS
 from longrope2.search.journal import Journal
 from longrope2.search.racing import Mode, Race, Scores, Task
 from longrope2.search.space import Genome, SearchSpace
@@ -13,7 +14,7 @@ from longrope2.search.space import Genome, SearchSpace
 ATTEMPTS = 200
 """Draws for a child that was not seen before; a small space may be exhausted."""
 FINALISTS = 8
-"""How many of the best are scored on every document at the end, however they raced."""
+"""How many of the best are scored on every document at the end, however they raced; so are closed forms."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +110,8 @@ def evolve(
         order = [int(document) for document in rng.permutation(num_documents)]
         race.run(fresh, scores, order, score)
         if iteration == config.iterations:
-            finalists = scores.ranking()[:FINALISTS]
+            closed_forms = [key for key, genome in genomes.items() if genome.origin in METHODS]
+            finalists = dict.fromkeys(scores.ranking()[:FINALISTS] + closed_forms)
             tasks = [(key, d) for key in finalists for d in range(num_documents) if d not in scores.table[key]]
             for (key, document), nll in zip(tasks, score(tasks), strict=True):
                 scores.add(key, document, nll)
@@ -138,7 +140,10 @@ def evolve(
 def first_population(space: SearchSpace, size: int, rng: np.random.Generator) -> list[Genome]:
     """Algorithm 1: the seeds, then mutations of them until the population is full."""
     seeds = list(space.seeds(rng))
-    population = list({genome.key(): genome for genome in seeds}.values())
+    unique: dict[str, Genome] = {}
+    for genome in seeds:
+        unique.setdefault(genome.key(), genome)
+    population = list(unique.values())
     # Closed forms stand first and stay, whatever the size: the search may never end below them.
     keep = [genome for genome in population if genome.origin != "random"]
     population = keep + [g for g in population if g.origin == "random"][: max(size - len(keep), 1)]

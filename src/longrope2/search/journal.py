@@ -30,11 +30,14 @@ class Journal:
         self._file = None
         if path is None:
             return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and path.stat().st_size:
-            self._read(path, header)
-        # Line-buffered: each line is handed to the system at once and survives a kill.
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.exists() and path.stat().st_size:
+                self._read(path, header)
+            # Line-buffered: each line is handed to the system at once and survives a kill.
+            self._file = path.open("a", encoding="utf-8", buffering=1)
+        except OSError as error:
+            raise JournalError(f"{path}: cannot be read or written ({error.strerror})") from error
         if path.stat().st_size == 0:
             self._append({"type": "header", **header})
 
@@ -68,12 +71,10 @@ class Journal:
         if whole < len(content):  # a kill in the middle of a write: that line was never finished
             with path.open("r+b") as file:
                 file.truncate(whole)
-        lines = content[:whole].decode("utf-8").splitlines()
-        if not lines:
-            return
-        for number, line in enumerate(lines, 1):
+        # By the line feed alone: a name in the header may hold other characters that Python ends lines at.
+        for number, line in enumerate(content[:whole].split(b"\n")[:-1], 1):
             try:
-                entry = json.loads(line)
+                entry = json.loads(line.decode("utf-8"))
                 kind = entry["type"]
                 if number == 1:
                     self._check_header(path, entry, header)
@@ -82,7 +83,7 @@ class Journal:
                     self.known[str(entry["key"]), int(entry["document"])] = nll
                 else:
                     self._noted.add(f"{kind}:{entry['id']}")
-            except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+            except (KeyError, TypeError, ValueError) as error:  # also what is no JSON or no UTF-8
                 raise JournalError(
                     f"{path}: line {number} is damaged",
                     hint="delete that line (it will be computed again), or search into another folder",
@@ -91,8 +92,8 @@ class Journal:
 
     @staticmethod
     def _check_header(path: Path, found: dict[str, Any], expected: dict[str, Any]) -> None:
-        expected = json.loads(json.dumps(expected))
-        found = {key: value for key, value in found.items() if key != "type"}
+        expected = _flat(json.loads(json.dumps(expected)))
+        found = _flat({key: value for key, value in found.items() if key != "type"})
         differences = [
             f"{key}: {found.get(key)!r} on disk, {expected.get(key)!r} now"
             for key in sorted(set(found) | set(expected))
@@ -103,3 +104,11 @@ class Journal:
                 all_problems(f"{path} belongs to another search", differences),
                 hint="search into another folder, or delete this one",
             )
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested tables as one, by dotted names, so that a difference can be named."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat

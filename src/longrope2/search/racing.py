@@ -55,6 +55,8 @@ class Scores:
         """The total a candidate would have on all documents, judged by those it has seen."""
         if self.is_complete(key):
             return self.total(key)
+        if math.isinf(self.total(reference)):  # nothing to compare with: its own documents must do
+            return self.num_documents * self.total(key) / len(self.table[key])
         differences = self.differences(key, reference)
         return self.total(reference) + self.num_documents * sum(differences) / len(differences)
 
@@ -84,7 +86,7 @@ class Race:
         """Score candidates on documents in the given order until each one is settled."""
         running = list(candidates)
         if scores.best() is None and self.mode != "off":
-            running = self._find_reference(running, scores, order, evaluate)
+            self._find_reference(running, scores, order, evaluate)
         for document in order:
             tasks = [(key, document) for key in running if document not in scores.table.get(key, {})]
             for (key, _), nll in zip(tasks, evaluate(tasks), strict=True):
@@ -98,16 +100,20 @@ class Race:
         scores: Scores,
         order: Sequence[int],
         evaluate: Callable[[Sequence[Task]], Sequence[float]],
-    ) -> list[str]:
-        """With nothing to compare with yet, the best on the first document is scored on all of them."""
-        first = [(key, order[0]) for key in candidates]
-        for (key, document), nll in zip(first, evaluate(first), strict=True):
-            scores.add(key, document, nll)
-        leader = min(candidates, key=scores.total)
-        rest = [(leader, document) for document in order[1:]]
-        for (key, document), nll in zip(rest, evaluate(rest), strict=True):
-            scores.add(key, document, nll)
-        return candidates
+    ) -> None:
+        """With nothing to compare with yet, the best two on the first document are scored on all of them.
+
+        The best is the first reference; how much the second differs from it on each document is the first sign of
+        how far one document can be trusted.
+        """
+
+        def score(tasks: list[Task]) -> None:
+            for (key, document), nll in zip(tasks, evaluate(tasks), strict=True):
+                scores.add(key, document, nll)
+
+        score([(key, order[0]) for key in candidates])
+        leaders = sorted(candidates, key=scores.total)[:2]
+        score([(key, document) for key in leaders for document in order[1:]])
 
     def _still_open(self, running: list[str], scores: Scores) -> list[str]:
         limit = self._entry_limit(scores)
@@ -125,10 +131,15 @@ class Race:
 
     def _may_be_best(self, key: str, reference: str, scores: Scores) -> bool:
         seen, n = len(scores.table[key]), scores.num_documents
-        # The error of predicting the mean of n documents from `seen` of them, as a total.
-        error = self._spread(key, reference, scores) * n * math.sqrt(1 / seen - 1 / n)
         estimate = scores.estimate(key, reference)
-        return math.isfinite(estimate) and estimate - self.confidence * error < scores.total(reference)
+        if math.isinf(estimate):
+            return False
+        margin = 0.0
+        if self.confidence:  # zero times an unknown, infinite spread is no number
+            # The error of predicting the mean of n documents from `seen` of them, as a total.
+            error = self._spread(key, reference, scores) * n * math.sqrt(1 / seen - 1 / n)
+            margin = self.confidence * error
+        return estimate - margin < scores.total(reference)
 
     def _spread(self, key: str, reference: str, scores: Scores) -> float:
         """The standard deviation of differences between documents, pooled over similar candidates."""

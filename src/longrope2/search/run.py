@@ -68,6 +68,8 @@ class SearchConfig:
             found.append(f"grid must be positive, got {self.grid}")
         if not 0 < self.lower <= self.upper:
             found.append(f"bounds must satisfy 0 < lower ≤ upper, got {self.lower} and {self.upper}")
+        if self.attention_factor is not None and not self.attention_factor > 0:
+            found.append(f"attention_factor must be positive, got {self.attention_factor}")
         if self.method == "longrope" and (self.space, self.objective) != ("paper", "plain"):
             found.append("method longrope is defined with objective plain and space paper")
         if self.space == "wide" and self.dimensions == "all":
@@ -92,8 +94,7 @@ def search(loaded: LoadedModel, config: SearchConfig, output: Path | None, here:
         upper=config.upper,
         grid=config.grid,
         mutation_probability=config.mutation_probability,
-        attention_factor=config.attention_factor
-        or default_attention_factor(config.method, spec, config.target_length),
+        attention_factor=config.attention_factor or default_attention_factor(config.method, spec, config.target_length),
     )
     say_here = say if here.is_main else _quiet
     documents = needle_documents(loaded, config, config.target_length, note=say_here)
@@ -106,7 +107,8 @@ def search(loaded: LoadedModel, config: SearchConfig, output: Path | None, here:
     started = time.monotonic()
     try:
         with scoring(loaded.model, baseline, objective=config.objective) as scorer:
-            window = _try_own_window(loaded, config, scorer, baseline) if here.is_main else []
+            # The whole first group: processes that share a model can only run it together.
+            window = _try_own_window(loaded, config, scorer, baseline, here) if here.rank == 0 else []
             evaluate = _evaluator(scorer, space, documents, journal, here)
             reporter = _Reporter(config.evolution.iterations, tokens, output) if here.is_main else _quiet
             outcome = evolve(space, config.evolution, len(documents), evaluate, journal=journal, report=reporter)
@@ -130,6 +132,7 @@ def search(loaded: LoadedModel, config: SearchConfig, output: Path | None, here:
     if output and here.is_main:
         result = {
             **header,
+            "versions": provenance["versions"],
             "perplexity": _perplexity(outcome.history[-1].best_nll, tokens),
             "critical_dimension": factors.critical_dimension,
             "best": outcome.best.to_json(),
@@ -196,10 +199,10 @@ def _show(output: Path, factors: RescaleFactors, *, as_json: bool) -> None:
         [
             [
                 f"{factors.method} (searched)",
-                f"{result['perplexity']:.4f}",
+                _shown(result["perplexity"]),
                 f"{factors.critical_dimension or '-'}",
             ],
-            *([name, "overflow" if value is None else f"{value:.4f}", "-"] for name, value in rows),
+            *([name, _shown(value), "-"] for name, value in rows),
         ],
         caption=f"{result['document_evaluations']:,} document evaluations of "
         f"{result['exhaustive_evaluations']:,} without racing; factors in {output / 'factors.json'}",
@@ -246,7 +249,7 @@ def _scored_tokens(document: NeedleDocument, objective: Objective) -> int:
 
 
 def _try_own_window(
-    loaded: LoadedModel, config: SearchConfig, scorer: Scorer, baseline: RescaleFactors
+    loaded: LoadedModel, config: SearchConfig, scorer: Scorer, baseline: RescaleFactors, here: World
 ) -> list[dict[str, Any]]:
     """How well the untouched model does within its own window: what it lacks there no factor can give."""
     if config.objective == "plain":
@@ -261,8 +264,15 @@ def _try_own_window(
         scores = scorer(baseline, documents)
         nll, exact = total(scores), sum(score.exact for score in scores)
         results.append(
-            {"length": length, "perplexity": nll.perplexity, "exact": exact, "documents": len(documents)}
+            {
+                "length": length,
+                "perplexity": _perplexity(nll.nll, nll.num_tokens),
+                "exact": exact,
+                "documents": len(documents),
+            }
         )
+        if not here.is_main:
+            continue
         say(f"within its window, {length:,} tokens: perplexity {nll.perplexity:.3f}, {exact}/{len(scores)} exact")
         if nll.nll / nll.num_tokens > FAILING_NLL:
             warn(
@@ -332,9 +342,7 @@ class _Reporter:
         )
         if self._events is not None and perplexity is not None:
             self._events.add_scalar("search/perplexity", perplexity, progress.iteration)
-            self._events.add_scalar(
-                "search/critical_dimension", progress.best.critical_dimension, progress.iteration
-            )
+            self._events.add_scalar("search/critical_dimension", progress.best.critical_dimension, progress.iteration)
             self._events.add_scalar("search/evaluations", progress.evaluations, progress.iteration)
             self._events.flush()
 

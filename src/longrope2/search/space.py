@@ -98,7 +98,7 @@ class SearchSpace:
     @property
     def _bounds(self) -> tuple[float, float]:
         if self.method == "longrope":
-            return 1.0, self._snap(1.25 * self.ratio)
+            return 1.0, self._snap(math.floor(1.25 * self.ratio / self.grid + 1e-6) * self.grid)
         return self.lower * self.ratio, self.upper * self.ratio
 
     def rescale_factors(self, genome: Genome, provenance: dict[str, Any] | None = None) -> RescaleFactors:
@@ -136,7 +136,7 @@ class SearchSpace:
     def closed_form(self, name: str) -> Genome:
         """A closed-form method as an individual, exactly as it is, with its temperature."""
         factors = rescale(name, self.spec, self.target_length)
-        c = factors.critical_dimension or min(self.spec.critical_dimension, self.spec.num_dims - 1)
+        c = min(factors.critical_dimension or self.spec.critical_dimension, self.spec.num_dims - 1)
         return Genome(
             critical_dimension=c,
             right=factors.long[c:],

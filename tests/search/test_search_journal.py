@@ -1,0 +1,204 @@
+"""The journal on disk: what was written comes back, whatever a kill left, and nobody else's is taken."""
+
+import json
+import math
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from longrope2.errors import LongRopeError
+from longrope2.search.journal import Journal, JournalError
+
+HEADER = {
+    "model": "tiny",
+    "weights": "sha256:1",
+    "config": {"seed": 0, "shape": (1, 2), "books": None},
+}
+
+
+def written(path, evaluations, header=HEADER):
+    journal = Journal(path, header)
+    for (key, document), nll in evaluations.items():
+        journal.record(key, document, nll, tokens=7)
+    journal.note("candidate", "k0", genome={"right": [1.0]})
+    journal.close()
+    return path
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    evaluations=st.dictionaries(
+        st.tuples(st.text(min_size=1, max_size=8), st.integers(0, 99)),
+        st.one_of(st.floats(0, allow_infinity=False), st.just(math.inf)),
+        max_size=8,
+    ),
+    model=st.text(),
+)
+@example(evaluations={("k", 0): 1.0}, model="what Python takes for ends of lines: \u2028 \x85 \x0b \r")
+def test_evaluations_survive_the_disk_exactly(tmp_path_factory, evaluations, model):
+    header = {**HEADER, "model": model}
+    path = written(tmp_path_factory.mktemp("journal") / "deep" / "history.jsonl", evaluations, header)
+    before = path.read_bytes()
+    again = Journal(path, header)
+    assert again.known == evaluations
+    assert again.resumed == len(evaluations)
+    again.note("candidate", "k0", genome={"right": [2.0]})
+    again.close()
+    assert path.read_bytes() == before  # a fact that was noted is not noted again
+    for line in before.decode().split("\n")[:-1]:
+        json.loads(line, parse_constant=pytest.fail)  # strict JSON: no Infinity, no NaN
+
+
+def test_the_lines_say_what_they_are(tmp_path):
+    journal = Journal(tmp_path / "history.jsonl", HEADER)
+    journal.record("k0", 3, 1.5, tokens=7, exact=True)
+    journal.record("k1", 0, math.inf)
+    journal.note("candidate", "k0", iteration=2)
+    journal.note("candidate", "k0", iteration=3)
+    journal.note("other", "k0")
+    # Every line is with the system before the next step, so that a kill loses nothing.
+    lines = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
+    assert lines == [
+        {"type": "header", **json.loads(json.dumps(HEADER))},
+        {"type": "evaluation", "key": "k0", "document": 3, "nll": 1.5, "tokens": 7, "exact": True},
+        {"type": "evaluation", "key": "k1", "document": 0, "nll": None},
+        {"type": "candidate", "id": "k0", "iteration": 2},
+        {"type": "other", "id": "k0"},
+    ]
+    assert journal.resumed == 0
+    assert journal.known == {("k0", 3): 1.5, ("k1", 0): math.inf}
+    journal.close()
+    journal.close()  # twice is no harm
+
+
+@pytest.mark.parametrize("last", ["evaluation", "note", "header"])
+def test_a_torn_last_line_is_dropped_wherever_it_was_torn(tmp_path, last):
+    path = tmp_path / "history.jsonl"
+    journal = Journal(path, HEADER)
+    if last != "header":
+        journal.record("k0", 0, 1.25)
+        journal.note("candidate", "k0", text="λ ≥ 1")
+    if last == "evaluation":
+        journal.record("k1", 4, math.inf, text="θ")
+    journal.close()
+    content = path.read_bytes()
+    start = content[:-1].rfind(b"\n") + 1
+    for end in range(start, len(content)):
+        path.write_bytes(content[:end])
+        again = Journal(path, HEADER)
+        assert again.known == ({} if last == "header" else {("k0", 0): 1.25})
+        if last == "evaluation":
+            again.record("k1", 4, math.inf, text="θ")
+        elif last == "note":
+            again.note("candidate", "k0", text="λ ≥ 1")
+        again.close()
+        assert path.read_bytes() == content
+
+
+NO_OBJECTS = [b"", b"{", b"not json", b"\xff\xfe\x00", b"[1, 2]", b"3", b"null"]
+WRONG_OBJECTS = [
+    b'{"key": "k", "document": 0, "nll": 1.0}',
+    b'{"type": "evaluation", "document": 0, "nll": 1.0}',
+    b'{"type": "evaluation", "key": "k", "nll": 1.0}',
+    b'{"type": "evaluation", "key": "k", "document": 0}',
+    b'{"type": "evaluation", "key": "k", "document": "first", "nll": 1.0}',
+    b'{"type": "evaluation", "key": "k", "document": 0, "nll": "low"}',
+    b'{"type": "evaluation", "key": "k", "document": 0, "nll": [1]}',
+    b'{"type": "candidate"}',
+]
+
+
+@pytest.mark.parametrize(
+    ("number", "damage"), [(1, d) for d in NO_OBJECTS] + [(3, d) for d in NO_OBJECTS + WRONG_OBJECTS]
+)
+def test_a_damaged_line_is_named(tmp_path, number, damage):
+    path = written(tmp_path / "history.jsonl", {("k0", 0): 1.0, ("k1", 0): 2.0, ("k2", 0): 3.0})
+    lines = path.read_bytes().split(b"\n")
+    lines[number - 1] = damage
+    path.write_bytes(b"\n".join(lines))
+    before = path.read_bytes()
+    with pytest.raises(JournalError, match=rf"history.jsonl: line {number} is damaged") as caught:
+        Journal(path, HEADER)
+    assert caught.value.hint
+    assert path.read_bytes() == before
+
+
+def test_without_the_damaged_line_the_rest_is_used(tmp_path):
+    path = written(tmp_path / "history.jsonl", {("k0", 0): 1.0, ("k1", 0): 2.0})
+    lines = path.read_bytes().split(b"\n")
+    path.write_bytes(b"\n".join(lines[:1] + lines[2:]))
+    journal = Journal(path, HEADER)
+    assert journal.known == {("k1", 0): 2.0}
+    journal.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": "other"}, "model: 'tiny' on disk, 'other' now"),
+        ({"weights": "sha256:2"}, "weights: 'sha256:1' on disk, 'sha256:2' now"),
+        (
+            {"config": {"seed": 1, "shape": (1, 2), "books": None}},
+            "config.seed: 0 on disk, 1 now",
+        ),
+        (
+            {"config": {"seed": 0, "shape": (1, 2), "books": "x", "schedule": {"size": 3}}},
+            "- config.books: None on disk, 'x' now\n  - config.schedule.size: None on disk, 3 now",
+        ),
+        ({"dtype": "float32"}, "dtype: None on disk, 'float32' now"),
+    ],
+)
+def test_the_journal_of_another_search_is_refused(tmp_path, change, message):
+    path = written(tmp_path / "history.jsonl", {("k0", 0): 1.0})
+    before = path.read_bytes()
+    with pytest.raises(JournalError) as caught:
+        Journal(path, {**HEADER, **change})
+    assert isinstance(caught.value, LongRopeError)
+    assert f"{path} belongs to another search" in str(caught.value)
+    assert message in str(caught.value)
+    assert "hint: search into another folder" in str(caught.value)
+    assert path.read_bytes() == before
+
+
+def test_all_differences_are_named_at_once(tmp_path):
+    path = written(tmp_path / "history.jsonl", {})
+    with pytest.raises(JournalError) as caught:
+        Journal(path, {"model": "other", "weights": "sha256:2", "config": HEADER["config"]})
+    assert "2 problems" in str(caught.value)
+    assert "model: 'tiny' on disk, 'other' now" in str(caught.value)
+    assert "weights: 'sha256:1' on disk, 'sha256:2' now" in str(caught.value)
+
+
+def test_a_first_line_that_is_no_header_belongs_to_another_search(tmp_path):
+    path = tmp_path / "history.jsonl"
+    path.write_text('{"type": "evaluation", "key": "k", "document": 0, "nll": 1.0}\n')
+    with pytest.raises(JournalError, match="belongs to another search"):
+        Journal(path, HEADER)
+
+
+def test_an_empty_file_is_a_new_journal(tmp_path):
+    path = tmp_path / "history.jsonl"
+    path.touch()
+    Journal(path, HEADER).close()
+    assert json.loads(path.read_text())["type"] == "header"
+
+
+def test_a_place_that_cannot_be_written_is_one_message(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(JournalError, match=r"history.jsonl: cannot be read or written"):
+        Journal(tmp_path / "file" / "history.jsonl", HEADER)
+    (tmp_path / "history.jsonl").mkdir()
+    with pytest.raises(JournalError, match=r"history.jsonl: cannot be read or written"):
+        Journal(tmp_path / "history.jsonl", HEADER)
+
+
+def test_without_a_path_nothing_is_kept_on_disk(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    journal = Journal(None, HEADER)
+    journal.record("k0", 0, 1.5)
+    journal.note("candidate", "k0")
+    journal.close()
+    assert journal.known == {("k0", 0): 1.5}
+    assert journal.resumed == 0
+    assert list(tmp_path.iterdir()) == []

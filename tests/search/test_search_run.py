@@ -1,0 +1,648 @@
+"""Searches of the real tiny model: files, resuming after kills, several processes, and wrong inputs."""
+
+import json
+import math
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from filelock import FileLock
+
+from longrope2.books import read_books
+from longrope2.cli import main
+from longrope2.distributed import World, world
+from longrope2.errors import LongRopeError
+from longrope2.factors import RescaleFactors
+from longrope2.methods import METHODS
+from longrope2.models import ASSETS, load
+from longrope2.needles import make_needles
+from longrope2.perplexity import Score, Scorer
+from longrope2.rotary import rescaled
+from longrope2.search.evolution import EvolutionConfig
+from longrope2.search.run import SearchConfig, search
+
+ALONE = World(process=0, num_processes=1, local_process=0)
+SCHEDULE = {"population": 6, "parents": 3, "iterations": 2, "mutations": 1, "crossovers": 1}
+DOCUMENTS, TARGET = 2, 384
+OPTIONS = ["--target-length", TARGET, "--documents", DOCUMENTS]
+OPTIONS += [part for name, value in SCHEDULE.items() for part in (f"--{name}", value)]
+SMALLEST = ["--documents", 1, "--population", 2, "--parents", 2]
+SMALLEST += ["--iterations", 1, "--mutations", 1, "--crossovers", 1]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Two workers and their processes share few cores, and sums depend on how many threads make them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def start(folder: Path, *command) -> subprocess.Popen:
+    """A process whose output is read at its end."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
+    return subprocess.Popen(
+        [sys.executable, *map(str, command)],
+        cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def finish(process: subprocess.Popen, timeout: float = 120) -> subprocess.CompletedProcess:
+    """Wait for a process; one that hangs is killed, with all it started, and fails the test."""
+    try:
+        stdout, stderr = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
+def command_line(monkeypatch, capsys, *arguments) -> tuple[int, str, str]:
+    """`longrope2` with these arguments, in this process: exit code, stdout, stderr."""
+    monkeypatch.setattr(sys, "argv", ["longrope2", *map(str, arguments)])
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main()
+    output = capsys.readouterr()
+    return ended.value.code or 0, output.out, output.err
+
+
+def lines(folder: Path, kind: str) -> list[dict]:
+    entries = map(json.loads, (folder / "history.jsonl").read_text(encoding="utf-8").splitlines())
+    return [entry for entry in entries if entry["type"] == kind]
+
+
+def evaluations(folder: Path) -> dict[tuple[str, int], float]:
+    found = [((e["key"], e["document"]), e["nll"]) for e in lines(folder, "evaluation")]
+    assert len(found) == len(dict(found))  # nothing was computed twice
+    return dict(found)
+
+
+def result(folder: Path) -> dict:
+    return json.loads((folder / "search.json").read_text(encoding="utf-8"))
+
+
+def wait_for_evaluations(process: subprocess.Popen, folder: Path, count: int) -> None:
+    """Return once the journal holds so many; fail if the process ends or takes too long."""
+    end = time.monotonic() + 90
+    while time.monotonic() < end and process.poll() is None:
+        file = folder / "history.jsonl"
+        if file.exists() and file.read_bytes().count(b'"evaluation"') >= count:
+            return
+        time.sleep(0.01)
+    process.kill()
+    pytest.fail(f"{count} evaluations never came: {process.communicate()}")
+
+
+def made_once(tmp_path_factory, name: str, make) -> Path:
+    """A folder that `make` fills, once for all test workers."""
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent
+    folder, unfinished = base / name, base / f"{name}-unfinished"
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            unfinished.mkdir()
+            make(unfinished)
+            unfinished.rename(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory) -> Path:
+    """The folder of an uninterrupted search by one process."""
+
+    def make(folder: Path) -> None:
+        ended = finish(start(folder.parent, "-m", "longrope2", "search", "tiny", *OPTIONS, "-o", folder))
+        assert ended.returncode == 0, ended.stderr
+        (folder / "stdout").write_text(ended.stdout)
+        (folder / "stderr").write_text(ended.stderr)
+
+    return made_once(tmp_path_factory, "search-reference", make)
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    return load("tiny", device="cpu")
+
+
+@pytest.fixture(scope="session")
+def books(tmp_path_factory) -> str:
+    """A folder of two short books: quicker to read than the package's ten."""
+    folder = tmp_path_factory.mktemp("books")
+    for number, book in enumerate(read_books(None, held_out=True, limit=2)):
+        (folder / f"{number}.txt").write_text(book.text[20_000:40_000])
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def needles(tiny):
+    """The documents of the reference, made without the search's code."""
+    books = read_books(None, held_out=True)
+    return make_needles(tiny.tokenizer, books, length=TARGET, count=DOCUMENTS, seed=0)
+
+
+def small_config(books, population=2):
+    evolution = EvolutionConfig(population=population, iterations=0)
+    return SearchConfig(target_length=320, documents=1, books=books, evolution=evolution)
+
+
+def perplexity_by_full_logits(model, documents) -> float:
+    nll, tokens = 0.0, 0
+    for document in documents:
+        ids = torch.tensor([document.token_ids])
+        with torch.no_grad():
+            logits = model(ids, use_cache=False).logits[0]
+        start = document.answer_start
+        nll += F.cross_entropy(logits[start - 1 : -1].double(), ids[0, start:], reduction="sum").item()
+        tokens += len(document.token_ids) - start
+    return math.exp(nll / tokens)
+
+
+# What a search leaves behind
+
+
+def test_a_search_writes_factors_history_summary_and_figures(reference, tiny):
+    factors = RescaleFactors.load(reference / "factors.json", tiny.info.rope)
+    assert (factors.method, factors.target_length) == ("longrope2", TARGET)
+    assert factors.short == (1.0,) * 32
+    assert factors.critical_dimension in range(5, 14)
+    assert factors.provenance["model"] == "tiny"
+    assert factors.provenance["versions"]["torch"] == torch.__version__
+    assert factors.provenance["config"]["evolution"] == {
+        **SCHEDULE, "race": "statistical", "race_confidence": 0.5, "seed": 0
+    }  # fmt: skip
+    summary = result(reference)
+    assert summary["config"] == factors.provenance["config"]
+    assert summary["versions"] == factors.provenance["versions"]
+    assert summary["weights"] == factors.provenance["weights"]
+    assert summary["config"]["evolution"]["seed"] == 0
+    assert set(summary["closed_form_perplexity"]) == set(METHODS) - {"longrope2"}
+    assert summary["seconds"] > 0
+    assert (summary["processes"], summary["device"], summary["resumed_evaluations"]) == (1, "cpu", 0)
+    assert [entry["iteration"] for entry in summary["convergence"]] == [0, 1, 2]
+    assert [entry["length"] for entry in summary["own_window"]] == [128, 256]
+    for name in ("convergence.png", "factors.png"):
+        assert (reference / name).read_bytes().startswith(b"\x89PNG")
+    if find_spec("tensorboard"):
+        assert list((reference / "tensorboard").glob("events.out.tfevents.*"))
+    expected = {"factors.json", "history.jsonl", "search.json", "convergence.png", "factors.png"}
+    left = {path.name for path in reference.iterdir()} - {"tensorboard", "stdout", "stderr"}
+    assert left == expected  # no temporary files
+
+
+def test_the_history_adds_up_to_the_summary(reference):
+    header = lines(reference, "header")
+    assert len(header) == 1
+    summary = result(reference)
+    assert {key: header[0][key] for key in header[0] if key != "type"} == {
+        key: summary[key] for key in header[0] if key != "type"
+    }
+    candidates = {entry["id"]: entry for entry in lines(reference, "candidate")}
+    assert [entry["iteration"] for entry in candidates.values()] == [0] * 6 + [1] * 2 + [2] * 2
+    scores = evaluations(reference)
+    searched = {task: nll for task, nll in scores.items() if task[0] in candidates}
+    assert len(searched) == summary["document_evaluations"] <= summary["exhaustive_evaluations"] == 20
+    assert len(scores) - len(searched) == (len(METHODS) - 1) * DOCUMENTS
+    totals = {key: [scores.get((key, d)) for d in range(DOCUMENTS)] for key in candidates}
+    totals = {key: sum(nlls) for key, nlls in totals.items() if None not in nlls}
+    best = min(totals, key=totals.__getitem__)
+    assert candidates[best]["genome"] == summary["best"]
+    assert summary["perplexity"] == pytest.approx(math.exp(totals[best] / summary["scored_tokens"]))
+
+
+def test_perplexities_are_those_of_transformers(reference, tiny, needles):
+    from transformers import AutoModelForCausalLM
+
+    summary = result(reference)
+    factors = RescaleFactors.load(reference / "factors.json")
+    with rescaled(tiny.model, factors, long_rows=True):
+        assert summary["perplexity"] == pytest.approx(perplexity_by_full_logits(tiny.model, needles), rel=1e-4)
+    assert summary["scored_tokens"] == sum(len(d.token_ids) - d.answer_start for d in needles)
+    for name, rope in {
+        "pi": {"rope_type": "linear", "factor": 1.5},
+        "yarn": {"rope_type": "yarn", "factor": 1.5, "original_max_position_embeddings": 256},
+    }.items():
+        model = AutoModelForCausalLM.from_pretrained(
+            ASSETS / "tiny", dtype=torch.float32, rope_parameters={"rope_theta": 10_000.0, **rope}
+        )
+        expected = perplexity_by_full_logits(model.eval(), needles)
+        assert summary["closed_form_perplexity"][name] == pytest.approx(expected, rel=2e-3)
+
+
+def test_the_table_is_data_and_the_rest_is_talk(reference):
+    table, talk = (reference / "stdout").read_text(), (reference / "stderr").read_text()
+    assert "needle perplexity at 384 tokens, 2 documents" in table
+    assert "longrope2 (searched)" in table
+    assert f"{result(reference)['closed_form_perplexity']['pi']:.4f}" in table
+    assert "document evaluations of 20 without racing" in table
+    assert "within its window, 256 tokens: perplexity 1.000, 2/2 exact" in talk
+    assert "search 3/3" in talk
+    assert "warning" not in talk
+
+
+# Interruptions
+
+
+def test_a_killed_search_goes_on_where_it_was(reference, tmp_path, monkeypatch, capsys):
+    process = start(tmp_path, "-m", "longrope2", "search", "tiny", *OPTIONS, "-o", "out")
+    folder = tmp_path / "out"
+    wait_for_evaluations(process, folder, 15)
+    os.kill(process.pid, signal.SIGKILL)
+    assert finish(process).returncode == -signal.SIGKILL
+    assert not (folder / "factors.json").exists()
+    file = folder / "history.jsonl"
+    whole = [line for line in file.read_bytes().split(b"\n")[:-1] if b'"evaluation"' in line]
+    assert 15 <= len(whole) < len(evaluations(reference))
+    # As if the kill had come in the middle of a write, which is rare.
+    with file.open("ab") as journal:
+        journal.write(b'{"type": "evaluation", "key": "12')
+    code, _, error = command_line(monkeypatch, capsys, "search", "tiny", *OPTIONS, "-o", folder)
+    assert code == 0, error
+    assert f"resuming: {len(whole)} evaluations found" in error
+    assert (folder / "factors.json").read_bytes() == (reference / "factors.json").read_bytes()
+    assert evaluations(folder) == evaluations(reference)
+    assert lines(folder, "candidate") == lines(reference, "candidate")
+    assert result(folder)["resumed_evaluations"] == len(whole)
+    assert result(folder)["convergence"] == result(reference)["convergence"]
+
+
+def test_running_again_computes_nothing_and_changes_nothing(reference, tmp_path, monkeypatch, capsys):
+    folder = shutil.copytree(reference, tmp_path / "again")
+    asked = []
+    score = Scorer.__call__
+
+    def counting(self, factors, documents):
+        asked.append(len(documents[0].token_ids))
+        return score(self, factors, documents)
+
+    monkeypatch.setattr(Scorer, "__call__", counting)
+    code, output, error = command_line(
+        monkeypatch, capsys, "search", "tiny", *OPTIONS, "-o", folder, "--json"
+    )  # fmt: skip
+    assert code == 0, error
+    assert TARGET not in asked  # only the model's own window is tried again
+    for name in ("factors.json", "history.jsonl"):
+        assert (folder / name).read_bytes() == (reference / name).read_bytes()
+    again = result(folder)
+    assert json.loads(output) == again
+    assert again["resumed_evaluations"] == len(evaluations(reference))
+    different = {key for key, value in again.items() if value != result(reference)[key]}
+    assert different == {"resumed_evaluations", "seconds"}
+
+
+def test_a_journal_of_another_seed_is_refused(reference, tmp_path, monkeypatch, capsys):
+    folder = shutil.copytree(reference, tmp_path / "other")
+    code, _, error = command_line(
+        monkeypatch, capsys, "search", "tiny", *OPTIONS, "-o", folder, "--seed", 1
+    )  # fmt: skip
+    assert code == 2
+    assert "belongs to another search" in error
+    assert "config.evolution.seed: 0 on disk, 1 now" in error
+    assert "hint: search into another folder" in error
+    assert (folder / "history.jsonl").read_bytes() == (reference / "history.jsonl").read_bytes()
+
+
+# Every kind of search once
+
+
+@pytest.mark.parametrize(
+    ("options", "method"),
+    [
+        (["--space", "wide"], "longrope2"),
+        (["--dimensions", "all", "--race", "off", "--depth", 0.5], "longrope2"),
+        (["--objective", "plain", "--race", "exact", "--attention-factor", 1.1], "longrope2"),
+        (["--method", "longrope"], "longrope"),
+    ],
+)
+def test_every_kind_of_search_runs_to_its_end(options, method, tiny, books, tmp_path, monkeypatch, capsys):
+    arguments = ["search", "tiny", "--target-length", 320, "--books", books, *SMALLEST, *options]
+    code, output, error = command_line(monkeypatch, capsys, *arguments, "-o", tmp_path)
+    assert code == 0, error
+    factors = RescaleFactors.load(tmp_path / "factors.json", tiny.info.rope)
+    summary = result(tmp_path)
+    assert (factors.method, factors.target_length) == (method, 320)
+    assert f"{method} (searched)" in output
+    if "longrope" in options:
+        assert factors.critical_dimension is None
+        assert max(factors.long) <= 1.25 * 1.25
+        assert factors.long_attention_factor == pytest.approx(math.sqrt(1 + math.log(1.25) / math.log(256)))
+    if "plain" in options or "longrope" in options:
+        assert summary["config"]["objective"] == "plain"
+        assert summary["scored_tokens"] == 319
+        assert summary["own_window"] == []
+    if "wide" in options:
+        # Never below a closed form.
+        assert summary["perplexity"] <= min(summary["closed_form_perplexity"].values()) * (1 + 1e-12)
+        assert {entry["genome"]["origin"] for entry in lines(tmp_path, "candidate")} > set(METHODS)
+    if "all" in options:
+        assert summary["best"]["shape"] == "given"
+    if "off" in options:
+        assert summary["document_evaluations"] == summary["exhaustive_evaluations"]
+        assert summary["config"]["depth"] == 0.5
+    if "exact" in options:
+        assert factors.long_attention_factor == 1.1
+
+
+def test_without_a_folder_nothing_is_written(tiny, books, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = small_config(books)
+    factors = search(tiny, config, None, ALONE)
+    factors.check_fits(tiny.info.rope)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_optional_packages_it_says_so_and_goes_on(tiny, books, tmp_path, monkeypatch, capsys):
+    for name in ("torch.utils.tensorboard", "matplotlib"):
+        monkeypatch.setitem(sys.modules, name, None)
+    config = small_config(books)
+    search(tiny, config, tmp_path, ALONE)
+    assert {path.name for path in tmp_path.iterdir()} == {"factors.json", "history.jsonl", "search.json"}
+    assert "pip install 'longrope2[report]'" in capsys.readouterr().err
+
+
+# Several processes
+
+
+TOGETHER = """
+import os
+import sys
+import time
+from pathlib import Path
+
+from longrope2.cli import main
+from longrope2.perplexity import Scorer
+
+ports, arguments = sys.argv[1].split(","), sys.argv[2:]
+
+
+def run(*options):
+    # torchrun's own store serves one group of processes in its life; each search here gets another.
+    os.environ["MASTER_PORT"] = ports.pop()
+    sys.argv = ["longrope2", *arguments, *options]
+    try:
+        main()
+    except SystemExit as ended:
+        assert not ended.code
+
+
+def dying(self, factors, documents):
+    global calls
+    calls += 1
+    if os.environ["RANK"] == "1" and calls > 2:
+        Path("death").write_text(str(time.time()))
+        os._exit(7)
+    return score(self, factors, documents)
+
+
+os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+run("-o", "two")
+run("-o", "shared", "--tensor-parallel", "2")
+score, calls, Scorer.__call__ = Scorer.__call__, 0, dying
+run("-o", "dead")
+"""
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+@pytest.fixture(scope="session")
+def together(tmp_path_factory) -> Path:
+    """The folder where two processes searched each with a model, then sharing one, then until one died."""
+
+    def make(folder: Path) -> None:
+        (folder / "together.py").write_text(TOGETHER)
+        command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "together.py"]
+        ports = ",".join(map(str, free_ports(3)))
+        ended = finish(start(folder, *command, ports, "search", "tiny", *OPTIONS))
+        (folder / "end").write_text(f"{time.time()} {ended.returncode}")
+        (folder / "stdout").write_text(ended.stdout)
+        (folder / "stderr").write_text(ended.stderr)
+
+    return made_once(tmp_path_factory, "search-together", make)
+
+
+def test_two_processes_find_exactly_what_one_finds(reference, together):
+    two = together / "two"
+    assert two.exists(), (together / "stderr").read_text()
+    assert (two / "factors.json").read_bytes() == (reference / "factors.json").read_bytes()
+    assert sorted((two / "history.jsonl").read_text().splitlines()) == sorted(
+        (reference / "history.jsonl").read_text().splitlines()
+    )
+    assert result(two)["processes"] == 2
+    assert result(two)["perplexity"] == result(reference)["perplexity"]
+
+
+def test_processes_that_share_one_model_find_what_one_finds(reference, together):
+    assert (together / "shared" / "search.json").exists(), (together / "stderr").read_text()
+    shared, alone = result(together / "shared"), result(reference)
+    assert shared["processes"] == 1  # one group
+    long, expected = (RescaleFactors.load(f / "factors.json").long for f in (together / "shared", reference))
+    assert long == expected
+    # Sums over half of the heads are added in another order, so scores agree only nearly.
+    assert shared["closed_form_perplexity"] == pytest.approx(alone["closed_form_perplexity"], rel=1e-4)
+    assert [window["perplexity"] for window in shared["own_window"]] == pytest.approx(
+        [window["perplexity"] for window in alone["own_window"]], rel=1e-4
+    )
+
+
+def test_only_the_main_process_talks(together):
+    table, talk = ((together / name).read_text() for name in ("stdout", "stderr"))
+    assert table.count("longrope2 (searched)") == 2
+    assert talk.count("scoring closed-form methods") == 2
+    assert talk.count("within its window, 256 tokens") == 3
+
+
+def test_a_worker_that_dies_ends_the_search_and_loses_nothing(reference, together):
+    end, code = (together / "end").read_text().split()
+    assert int(code) != 0
+    assert float(end) - float((together / "death").read_text()) < 60
+    assert "exitcode  : 7" in (together / "stderr").read_text()
+    assert not (together / "dead" / "factors.json").exists()
+    # What it had found is worth as much as what one process finds.
+    found = evaluations(together / "dead")
+    assert 2 <= len(found) < len(evaluations(reference))
+    assert found.items() <= evaluations(reference).items()
+
+
+@pytest.mark.parametrize(
+    ("process", "group_size", "rank", "size"),
+    [(0, 1, 0, 8), (5, 1, 5, 8), (5, 2, 2, 4), (7, 8, 0, 1), (3, 4, 0, 2)],
+)
+def test_processes_that_share_a_model_count_as_one(process, group_size, rank, size):
+    here = World(process=process, num_processes=8, local_process=process, group_size=group_size)
+    assert (here.rank, here.size) == (rank, size)
+    assert here.is_main == (process == 0)
+
+
+def test_one_process_gathers_from_itself():
+    with world() as here:
+        assert here == ALONE
+        assert here.gather({"x": 1}) == [{"x": 1}]
+        assert here.device().type == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def test_processes_that_do_not_divide_into_groups_are_refused(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "6", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LongRopeError, match="6 processes cannot form groups of 4"), world(group_size=4):
+        pytest.fail("never reached")
+
+
+# What may go wrong
+
+
+def test_wrong_options_are_all_named_at_once(monkeypatch, capsys, tmp_path):
+    arguments = ["search", "tiny", "--target-length", 512, "-o", tmp_path / "out"]
+    options = ["--population", 0, "--depth", 2, "--documents", 0, "--grid", 0, "--lower", 3]
+    options += ["--mutation-probability", 0, "--attention-factor", 0]
+    code, output, error = command_line(monkeypatch, capsys, *arguments, *options)
+    assert code == 2
+    for message in (
+        "search configuration: 7 problems",
+        "population must be at least 1, got 0",
+        "documents must be at least 1, got 0",
+        "depth must lie between 0 and 1, got 2.0",
+        "mutation_probability must lie in (0, 1], got 0.0",
+        "grid must be positive, got 0.0",
+        "bounds must satisfy 0 < lower ≤ upper, got 3.0 and 2.0",
+        "attention_factor must be positive, got 0.0",
+    ):
+        assert message in error
+    assert "Traceback" not in error
+    assert output == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_right_configuration_has_no_problems():
+    assert SearchConfig(target_length=1024).problems() == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--target-length", 256], "target length 256 is not above the trained window of 256"),
+        (["--method", "longrope", "--objective", "needle"], "method longrope is defined with objective plain"),
+        (["--method", "longrope", "--space", "wide"], "method longrope is defined with objective plain"),
+        (["--space", "wide", "--dimensions", "all"], "space wide shapes the left side itself"),
+        (["--books", "SHORT"], "no book is long enough: 512 tokens needed, the longest, 'short'"),
+        (["--books", "EMPTY"], "no .txt file in this folder"),
+        (["--tensor-parallel", 2], "cannot form groups of 2\nhint: start with: torchrun --nproc-per-node 2"),
+        (["--tensor-parallel", 0], "1 processes cannot form groups of 0"),
+        (["-o", "SHORT/short.txt"], "history.jsonl: cannot be read or written"),
+        (["--race", "sometimes"], "Invalid value for '--race'"),
+    ],
+)
+def test_wrong_input_is_one_message_and_exit_code_2(options, message, tmp_path, monkeypatch, capsys):
+    (tmp_path / "SHORT").mkdir()
+    (tmp_path / "SHORT" / "short.txt").write_text("Call me Ishmael. " * 9)
+    (tmp_path / "EMPTY").mkdir()
+    monkeypatch.chdir(tmp_path)
+    arguments = ["search", "tiny", "--target-length", 512, "-o", "out", *SMALLEST]
+    code, output, error = command_line(monkeypatch, capsys, *arguments, *options)
+    assert code == 2
+    assert message in error
+    assert "Traceback" not in error
+    assert output == ""
+    assert not (tmp_path / "out").exists()
+
+
+def test_ctrl_c_ends_without_a_traceback_and_keeps_the_journal(tiny, books, tmp_path, monkeypatch, capsys):
+    score, calls = Scorer.__call__, []
+
+    def interrupted(self, factors, documents):
+        calls.append(factors)
+        if len(calls) == 4:
+            signal.raise_signal(signal.SIGINT)
+        return score(self, factors, documents)
+
+    monkeypatch.setattr(Scorer, "__call__", interrupted)
+    arguments = ["search", "tiny", "--target-length", 320, "--books", books, "-o", tmp_path, *SMALLEST]
+    code, output, error = command_line(monkeypatch, capsys, *arguments)
+    assert code in (1, 130)
+    assert error.endswith("Aborted!\n")
+    assert "Traceback" not in error
+    assert output == ""
+    assert len(calls) == 4
+    assert len(evaluations(tmp_path)) == 1  # two calls were tries within the window
+    assert not (tmp_path / "factors.json").exists()
+
+
+def test_out_of_memory_says_what_to_do_and_keeps_what_is_known(tiny, books, tmp_path, monkeypatch):
+    score, calls = Scorer.__call__, []
+
+    def exhausted(self, factors, documents):
+        calls.append(factors)
+        if len(calls) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 67 GiB")
+        return score(self, factors, documents)
+
+    monkeypatch.setattr(Scorer, "__call__", exhausted)
+    config = small_config(books, population=6)
+    with pytest.raises(LongRopeError, match="out of memory at 320 tokens") as caught:
+        search(tiny, config, tmp_path, ALONE)
+    assert "--tensor-parallel" in caught.value.hint
+    assert len(evaluations(tmp_path)) == 2  # the other two were tries within the window
+
+
+def test_a_model_that_fails_in_its_own_window_is_warned_of(books, tmp_path, monkeypatch, capsys):
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig.from_pretrained(
+        ASSETS / "tiny", hidden_size=64, intermediate_size=64, num_hidden_layers=1, dtype="float32"
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "random")
+    AutoTokenizer.from_pretrained(ASSETS / "tiny").save_pretrained(tmp_path / "random")
+    arguments = ["search", tmp_path / "random", "--target-length", 320, "-o", tmp_path / "out", *SMALLEST]
+    code, _, error = command_line(monkeypatch, capsys, *arguments, "--books", books)
+    assert code == 0, error
+    for length in (128, 256):
+        assert (
+            f"warning: the model hardly retrieves at {length} tokens, inside its own window of 256: "
+            "expect no better beyond it"
+        ) in error
+    assert [entry["exact"] for entry in result(tmp_path / "out")["own_window"]] == [0, 0]
+
+
+def test_a_model_that_overflows_everywhere_ends_in_words(books, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(
+        Scorer, "__call__", lambda self, factors, documents: [Score(math.inf, 7, exact=False) for _ in documents]
+    )
+    arguments = ["search", "tiny", "--target-length", 320, "-o", tmp_path / "out", *SMALLEST]
+    code, output, error = command_line(monkeypatch, capsys, *arguments, "--books", books)
+    assert code == 0, error
+    assert output.count(" overflow ") == len(METHODS)
+    assert "best perplexity overflow" in error
+    summary = result(tmp_path / "out")
+    assert summary["perplexity"] is None
+    assert set(summary["closed_form_perplexity"].values()) == {None}
+    assert [entry["perplexity"] for entry in summary["own_window"]] == [None, None]
+
+
+def test_a_model_whose_every_dimension_is_trained_can_be_searched(tiny, books, tmp_path):
+    """A small base: all periods are complete in training, so the theory's critical dimension is past the last."""
+    reading = replace(tiny.info.reading, rope=replace(tiny.info.rope, theta=20.0))
+    trained = replace(tiny, info=replace(tiny.info, reading=reading))
+    assert reading.rope.critical_dimension == reading.rope.num_dims
+    factors = search(trained, small_config(books), tmp_path, ALONE)
+    factors.check_fits(reading.rope)
+    assert set(result(tmp_path)["closed_form_perplexity"]) == set(METHODS) - {"longrope2"}
