@@ -4,18 +4,10 @@ import pytest
 import torch
 
 from conftest import FAMILY_OPTIONS, family_model
-from longrope2 import attention
-from longrope2.attention import (
-    TORCH_KERNEL,
-    Heads,
-    Kernel,
-    TrailingQueries,
-    causal_attention,
-    choose_kernel,
-    our_attention,
-    reference_attention,
-)
+from longrope2 import attention, kernels
+from longrope2.attention import TrailingQueries, causal_attention, our_attention
 from longrope2.errors import LongRopeError
+from longrope2.kernels import TORCH_KERNEL, Heads, Kernel, choose_kernel, reference_attention
 
 
 def naive(q, k, v, scale, window=None, softcap=None, sinks=None):
@@ -46,6 +38,7 @@ def naive(q, k, v, scale, window=None, softcap=None, sinks=None):
 )
 def test_against_the_definition(num_queries, kv_heads, options, monkeypatch):
     monkeypatch.setattr(attention, "QUERY_BLOCK", 8)  # several blocks even at this size
+    monkeypatch.setattr(kernels, "QUERY_BLOCK", 8)
     q = torch.randn(2, 4, num_queries, 16)
     k, v = torch.randn(2, kv_heads, 33, 16), torch.randn(2, kv_heads, 33, 16)
     options = {**options, "sinks": torch.randn(4)} if "sinks" in options else options
@@ -57,7 +50,7 @@ def test_against_the_definition(num_queries, kv_heads, options, monkeypatch):
 def test_a_wrong_kernel_is_found_out():
     heads = Heads(torch.device("cpu"), torch.float32, 4, 2, 16)
     assert choose_kernel(heads) is TORCH_KERNEL
-    assert attention.agrees(TORCH_KERNEL, heads)
+    assert kernels.agrees(TORCH_KERNEL, heads)
 
     class Corrupt(Kernel):
         def __call__(self, query, key, value, scale, **mask):
@@ -65,7 +58,7 @@ def test_a_wrong_kernel_is_found_out():
             output[:, :, -100:] = 0  # the last block never written
             return output
 
-    assert not attention.agrees(Corrupt("corrupt", None, grouped=True), heads)
+    assert not kernels.agrees(Corrupt("corrupt", None, grouped=True), heads)
 
 
 def test_key_heads_are_repeated_for_kernels_that_need_it():

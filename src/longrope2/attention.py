@@ -6,58 +6,27 @@ are honoured; padding is refused, since documents here have exact lengths.
 Shapes: B batch, H query heads, K key/value heads, Q queries, S keys, D head dimension.
 """
 
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import lru_cache
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from longrope2.errors import LongRopeError
+from longrope2.kernels import (
+    QUERY_BLOCK,
+    TORCH_KERNEL,
+    Heads,
+    by_blocks,
+    choose_kernel,
+    reference_attention,
+    varlen_agrees,
+    varlen_attention,
+)
 
 NAME = "longrope2"
-QUERY_BLOCK = 512
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """A way to run scaled dot-product attention."""
-
-    name: str
-    backend: SDPBackend | None
-    """None leaves the choice to torch."""
-    grouped: bool
-    """Whether it takes fewer key/value heads than query heads; otherwise they are repeated for it."""
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, **mask: Any) -> Tensor:
-        """Attend, with `is_causal` or `attn_mask` as torch's function takes them."""
-        grouped = query.shape[1] != key.shape[1]
-        if grouped and not self.grouped:
-            repeats = query.shape[1] // key.shape[1]
-            key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-            grouped = False
-        chosen: AbstractContextManager[Any] = sdpa_kernel([self.backend]) if self.backend else nullcontext()
-        with chosen:
-            return F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=grouped, **mask)
-
-
-TORCH_KERNEL = Kernel("torch", None, grouped=True)
-CUDA_KERNELS = tuple(
-    Kernel(name, backend, grouped)
-    for name, backend in (
-        ("cudnn", SDPBackend.CUDNN_ATTENTION),
-        ("flash", SDPBackend.FLASH_ATTENTION),
-        ("efficient", SDPBackend.EFFICIENT_ATTENTION),
-        ("math", SDPBackend.MATH),
-    )
-    for grouped in (True, False)
-)
 
 
 def causal_attention(
@@ -78,7 +47,7 @@ def causal_attention(
     if slides or num_queries < num_keys:
         # torch aligns is_causal to the first key and knows no window: these need masks, block by block.
         block = max(window, QUERY_BLOCK) if slides and window else QUERY_BLOCK
-        return _by_blocks(query, key, block, window, _masked(key, value, scale))
+        return by_blocks(query, key, block, window, _masked(key, value, scale))
     kernel = choose_kernel(Heads.of(query, key))
     return kernel(query, key, value, scale, is_causal=True)
 
@@ -95,7 +64,7 @@ def packed_attention(
         q, k, v = query[row : row + 1], key[row : row + 1], value[row : row + 1]
         plain = all(option is None for option in options.values())
         if len(ends) > 2 and plain and q.is_cuda and varlen_agrees(Heads.of(q, k)):
-            rows.append(_varlen(q, k, v, ends, scale))
+            rows.append(varlen_attention(q, k, v, ends, scale))
             continue
         pieces = [
             causal_attention(q[:, :, start:stop], k[:, :, start:stop], v[:, :, start:stop], scale=scale, **options)
@@ -105,161 +74,12 @@ def packed_attention(
     return torch.cat(rows)
 
 
-def _varlen(query: Tensor, key: Tensor, value: Tensor, ends: Sequence[int], scale: float) -> Tensor:
-    """All documents of one row in one kernel."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    offsets = torch.tensor(ends, dtype=torch.int32, device=query.device)
-    longest = max(stop - start for start, stop in pairwise(ends))
-    repeats = query.shape[1] // key.shape[1]
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    if repeats > 1:
-        k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-    # A window that looks back without limit and never ahead is a causal mask.
-    output = varlen_attn(q, k, v, offsets, offsets, longest, longest, scale=scale, window_size=(-1, 0))
-    assert isinstance(output, Tensor)
-    return output.transpose(0, 1)[None]
-
-
-@lru_cache
-def varlen_agrees(heads: "Heads") -> bool:
-    """Whether torch has a kernel for packed documents here that gives what the reference gives."""
-    ends, scale = (0, 129, 130, 700, 1111), heads.head_dim**-0.5
-    q, k, v = heads.random(length=ends[-1])
-    try:
-        found = _varlen(q, k, v, ends, scale)
-    except (ImportError, RuntimeError, TypeError):
-        return False
-    pieces = [
-        reference_attention(q[:, :, a:b].float(), k[:, :, a:b].float(), v[:, :, a:b].float(), scale=scale)
-        for a, b in pairwise(ends)
-    ]
-    expected = torch.cat(pieces, dim=2)
-    return bool((found.float() - expected).norm() / expected.norm() < 1e-2)
-
-
-def reference_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """The same in plain operations and float32 at least: the oracle, and the way for soft caps and sinks."""
-    precise = torch.promote_types(query.dtype, torch.float32)
-    repeats = query.shape[1] // key.shape[1]
-
-    def attend(queries: Tensor, start: int, stop: int, mask: Tensor) -> Tensor:
-        keys = key[:, :, start:stop].repeat_interleave(repeats, 1).to(precise)
-        values = value[:, :, start:stop].repeat_interleave(repeats, 1).to(precise)
-        scores = queries.to(precise) @ keys.transpose(-1, -2) * scale
-        if softcap is not None:
-            scores = torch.tanh(scores / softcap) * softcap
-        scores = scores.masked_fill(~mask, -torch.inf)
-        if sinks is not None:
-            sink = sinks.to(precise).reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-            return torch.cat((scores, sink), -1).softmax(-1)[..., :-1] @ values
-        return scores.softmax(-1) @ values
-
-    return _by_blocks(query, key, QUERY_BLOCK, window, attend)
-
-
 def _masked(key: Tensor, value: Tensor, scale: float) -> Callable[[Tensor, int, int, Tensor], Tensor]:
     def attend(queries: Tensor, start: int, stop: int, mask: Tensor) -> Tensor:
         # cuDNN and flash take no mask; torch picks what does.
         return TORCH_KERNEL(queries, key[:, :, start:stop], value[:, :, start:stop], scale, attn_mask=mask)
 
     return attend
-
-
-def _by_blocks(
-    query: Tensor,
-    key: Tensor,
-    block: int,
-    window: int | None,
-    attend: Callable[[Tensor, int, int, Tensor], Tensor],
-) -> Tensor:
-    """Attend block of queries by block, each over the keys it may see, so that no mask is ever S × S."""
-    num_queries, num_keys = query.shape[2], key.shape[2]
-    first = num_keys - num_queries
-    outputs = []
-    for begin in range(0, num_queries, block):
-        end = min(begin + block, num_queries)
-        stop = first + end
-        start = 0 if window is None else max(first + begin - window + 1, 0)
-        rows = torch.arange(first + begin, stop, device=query.device)[:, None]
-        columns = torch.arange(start, stop, device=query.device)[None]
-        mask = columns <= rows
-        if window is not None:
-            mask &= columns > rows - window
-        outputs.append(attend(query[:, :, begin:end], start, stop, mask).to(query.dtype))
-    return torch.cat(outputs, dim=2)
-
-
-@dataclass(frozen=True)
-class Heads:
-    """What a kernel's fitness depends on."""
-
-    device: torch.device
-    dtype: torch.dtype
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-
-    @classmethod
-    def of(cls, query: Tensor, key: Tensor) -> "Heads":
-        """Read them off the tensors of an attention call."""
-        return cls(query.device, query.dtype, query.shape[1], key.shape[1], query.shape[3])
-
-    def random(self, length: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value to try a kernel on."""
-        generator = torch.Generator(self.device).manual_seed(0)
-        q, k, v = (
-            torch.randn(1, heads, length, self.head_dim, device=self.device, generator=generator)
-            for heads in (self.num_heads, self.num_kv_heads, self.num_kv_heads)
-        )
-        return q.to(self.dtype), k.to(self.dtype), v.to(self.dtype)
-
-
-@lru_cache
-def choose_kernel(heads: Heads) -> Kernel:
-    """The fastest kernel that agrees with the reference on this device for these heads."""
-    if heads.device.type != "cuda":
-        return TORCH_KERNEL
-    timed = []
-    for kernel in CUDA_KERNELS:
-        if heads.num_heads == heads.num_kv_heads and not kernel.grouped:
-            continue
-        try:
-            if agrees(kernel, heads):
-                timed.append((_seconds(kernel, heads), kernel))
-        except RuntimeError:
-            continue  # this build or chip does not have it
-    return min(timed, key=lambda pair: pair[0])[1] if timed else TORCH_KERNEL
-
-
-def agrees(kernel: Kernel, heads: Heads) -> bool:
-    """Compare with float32 at an odd length: some kernels are wrong only at block edges or few KV heads."""
-    q, k, v = heads.random(length=1111)
-    scale = heads.head_dim**-0.5
-    expected = reference_attention(q.float(), k.float(), v.float(), scale=scale)
-    error = (kernel(q, k, v, scale, is_causal=True).float() - expected).norm() / expected.norm()
-    return bool(error < (1e-2 if heads.dtype in (torch.bfloat16, torch.float16) else 1e-3))
-
-
-def _seconds(kernel: Kernel, heads: Heads) -> float:
-    q, k, v = heads.random(length=8192)
-    times = []
-    for _ in range(4):  # the first one warms up
-        torch.cuda.synchronize(heads.device)
-        start = time.perf_counter()
-        kernel(q, k, v, heads.head_dim**-0.5, is_causal=True)
-        torch.cuda.synchronize(heads.device)
-        times.append(time.perf_counter() - start)
-    return min(times[1:])
 
 
 class _KeysCaptured(Exception):  # noqa: N818
