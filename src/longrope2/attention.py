@@ -9,7 +9,7 @@ Shapes: B batch, H query heads, K key/value heads, Q queries, S keys, D head dim
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -171,11 +171,43 @@ def _transformers_attention(
         "softcap": softcap,
         "sinks": s_aux,
     }
+    if _exchange is not None:
+        query, key, value, options["sinks"] = _exchange.to_heads(query, key, value, s_aux)
     if _boundaries is not None:
         output = packed_attention(query, key, value, _boundaries, **options)
     else:
         output = causal_attention(query, key, value, **options)
+    if _exchange is not None:
+        output = _exchange.to_sequence(output)
     return output.transpose(1, 2).contiguous(), None
+
+
+class HeadExchange(Protocol):
+    """Sequence parallelism (Ulysses): between layers a process holds all heads of a part of the row; inside
+    attention it holds the whole row for a part of the heads.
+    """
+
+    def to_heads(
+        self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """From parts of the sequence to parts of the heads."""
+
+    def to_sequence(self, output: Tensor) -> Tensor:
+        """And back."""
+
+
+_exchange: HeadExchange | None = None
+
+
+@contextmanager
+def exchanging(exchange: HeadExchange | None) -> Iterator[None]:
+    """Let attention of `our_attention` be shared by processes that hold parts of the same rows."""
+    global _exchange
+    before, _exchange = _exchange, exchange
+    try:
+        yield
+    finally:
+        _exchange = before
 
 
 # Of the whole process, not of a thread: checkpointed layers run again in autograd's own threads.

@@ -45,15 +45,24 @@ class World:
 
         return torch.device("cuda", self.local_process) if torch.cuda.is_available() else torch.device("cpu")
 
+    @property
+    def member(self) -> int:
+        """The place of this process within its group."""
+        return self.process % self.group_size
+
     def gather(self, value: Any) -> list[Any]:
         """Every group's value, in order, on every process."""
+        return self.gather_all(value)[:: self.group_size]
+
+    def gather_all(self, value: Any) -> list[Any]:
+        """Every process's value, in order, on every process."""
         if self.num_processes == 1:
             return [value]
         import torch.distributed as dist
 
         values: list[Any] = [None] * self.num_processes
         dist.all_gather_object(values, value)
-        return values[:: self.group_size]
+        return values
 
 
 @contextmanager

@@ -47,6 +47,15 @@ def all_problems(subject: str, problems: Sequence[str]) -> str:
     return f"{subject}: {len(problems)} problems\n" + "\n".join(f"  - {problem}" for problem in problems)
 
 
+def below_minimum(config: object, **least: float) -> list[str]:
+    """The fields of a configuration that are smaller than they may be, in words."""
+    return [
+        f"{name} must be at least {minimum}, got {getattr(config, name)}"
+        for name, minimum in least.items()
+        if getattr(config, name) < minimum
+    ]
+
+
 def require(module: str, *, extra: str, purpose: str) -> ModuleType:
     """Import an optional package, or say which pip command brings it."""
     try:

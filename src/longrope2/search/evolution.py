@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from longrope2.errors import below_minimum
 from longrope2.methods import METHODS
 from longrope2.search.journal import Journal
 from longrope2.search.racing import Mode, Race, Scores, Task
@@ -32,18 +33,7 @@ class EvolutionConfig:
 
     def problems(self) -> list[str]:
         """What is wrong with it, in words."""
-        found = [
-            f"{name} must be at least {least}, got {getattr(self, name)}"
-            for name, least in (
-                ("population", 1),
-                ("iterations", 0),
-                ("parents", 1),
-                ("mutations", 0),
-                ("crossovers", 0),
-                ("seed", 0),
-            )
-            if getattr(self, name) < least
-        ]
+        found = below_minimum(self, population=1, iterations=0, parents=1, mutations=0, crossovers=0, seed=0)
         if self.iterations and self.mutations + self.crossovers == 0:
             found.append("an iteration needs mutations or crossovers")
         if self.race_confidence < 0:

@@ -249,7 +249,8 @@ class SearchSpace:
         first, last = math.ceil(low / self.grid - 1e-6), math.floor(high / self.grid + 1e-6)
         if last < first:
             return low
-        return self._snap(int(rng.integers(first, last + 1)) * self.grid)
+        drawn = self._snap(int(rng.integers(first, last + 1)) * self.grid)
+        return min(max(drawn, low), high)  # a neighbour off the grid may lie a rounding error beside it
 
     def _snap(self, value: float) -> float:
         return round(round(value / self.grid) * self.grid, 10)

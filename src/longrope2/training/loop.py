@@ -9,14 +9,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from longrope2.console import ProgressLine, say
 from longrope2.distributed import World
-from longrope2.errors import LongRopeError
+from longrope2.errors import LongRopeError, below_minimum
 from longrope2.factors import RescaleFactors
 from longrope2.files import package_versions
 from longrope2.training.checkpoint import Checkpoints
 from longrope2.training.mixed import IGNORED, Batch, MixedWindowModel, mixed_window
+from longrope2.training.parallel import own_part, sequence_parallel, shard
 
 KINDS = ("short", "long")
 
@@ -42,17 +44,7 @@ class TrainConfig:
 
     def problems(self) -> list[str]:
         """What is wrong with it, in words."""
-        found = [
-            f"{name} must be at least {least}, got {getattr(self, name)}"
-            for name, least in (
-                ("steps", 1),
-                ("batch_rows", 1),
-                ("warmup_steps", 0),
-                ("save_every", 1),
-                ("keep", 1),
-            )
-            if getattr(self, name) < least
-        ]
+        found = below_minimum(self, steps=1, batch_rows=1, warmup_steps=0, save_every=1, keep=1)
         if not self.learning_rate > 0:
             found.append(f"learning_rate must be positive, got {self.learning_rate}")
         return found
@@ -94,21 +86,23 @@ def train(
     one integer and any number of processes sees the same data.
     """
     device = next(model.parameters()).device
-    optimizer = make_optimizer(model, config)
-    checkpoints = Checkpoints(output / "checkpoints", keep=config.keep, here=here)
     record = {"config": asdict(config), "versions": package_versions("torch", "transformers")}
-    resumed = checkpoints.load_latest(model, optimizer)
-    first = resumed["step"] if resumed else 0
-    if resumed and here.is_main:
-        say(f"resuming after step {first}")
-    model.train()
     results = []
-    with mixed_window(model, factors) as mixed:
+    with mixed_window(model, factors) as mixed, sequence_parallel(here):
+        shard(mixed, here)
+        optimizer = make_optimizer(mixed, config)
+        checkpoints = Checkpoints(output / "checkpoints", keep=config.keep, here=here)
+        resumed = checkpoints.load_latest(mixed, optimizer)
+        first = resumed["step"] if resumed else 0
+        if resumed and here.is_main:
+            say(f"resuming after step {first}")
+        mixed.train()
         for step in range(first, config.steps):
             numbers = range(step * config.batch_rows + here.rank, (step + 1) * config.batch_rows, here.size)
             for group in optimizer.param_groups:
                 group["lr"] = config.learning_rate_at(step)
-            result = train_step(mixed, model, optimizer, [rows(n).to(device) for n in numbers], config, step, here)
+            batches = [own_part(rows(n), here).to(device) for n in numbers]
+            result = train_step(mixed, optimizer, batches, config, step, here)
             if not math.isfinite(result.loss) or not math.isfinite(result.gradient_norm):
                 checkpoints.finish()
                 raise LongRopeError(
@@ -118,15 +112,14 @@ def train(
             results.append(result)
             report(result)
             if (step + 1) % config.save_every == 0 or step + 1 == config.steps:
-                checkpoints.save(step + 1, model, optimizer, record)
+                checkpoints.save(step + 1, mixed, optimizer, record)
         checkpoints.finish()
-    model.eval()
+        mixed.eval()
     return results
 
 
 def train_step(
     mixed: MixedWindowModel,
-    model: nn.Module,
     optimizer: torch.optim.Optimizer,
     batches: Sequence[Batch],
     config: TrainConfig,
@@ -136,28 +129,29 @@ def train_step(
     """One update from this process's rows; the loss is the mean over the labels of all processes."""
     started = time.perf_counter()
     mine = sum(int((batch.labels != IGNORED).sum()) for batch in batches)
-    count = sum(here.gather(mine))
+    count = sum(here.gather_all(mine))
     sums = dict.fromkeys(KINDS, 0.0)
     counts = dict.fromkeys(KINDS, 0)
     for batch in batches:
         with mixed.rows_of(batch):
-            loss = mixed.loss_sum(batch)
-            (loss / count).backward()
+            loss = mixed(batch)
+            # Sharded gradients are averaged over processes; their sum is wanted.
+            (loss * here.num_processes / count).backward()
         kind = KINDS[bool(batch.long_rows[0])]
         sums[kind] += float(loss.detach())
         counts[kind] += int((batch.labels != IGNORED).sum())
-    norm = float(nn.utils.clip_grad_norm_(model.parameters(), config.gradient_clip))
+    norm = float(_full(nn.utils.clip_grad_norm_(mixed.parameters(), config.gradient_clip)))
     if math.isfinite(norm):
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    gathered = here.gather((sums, counts))
+    gathered = here.gather_all((sums, counts))
     totals = {kind: (sum(s[kind] for s, _ in gathered), sum(c[kind] for _, c in gathered)) for kind in KINDS}
     return StepResult(
         step=step + 1,
         loss=sum(nll for nll, _ in totals.values()) / count,
         loss_by_kind={kind: nll / n for kind, (nll, n) in totals.items() if n},
         gradient_norm=norm,
-        tokens=sum(batch.tokens.numel() for batch in batches) * here.size,
+        tokens=sum(batch.tokens.numel() for batch in batches) * here.num_processes,
         seconds=time.perf_counter() - started,
     )
 
@@ -171,6 +165,11 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     ]
     fused = trained[0].is_cuda
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=fused)
+
+
+def _full(value: torch.Tensor) -> torch.Tensor:
+    """A norm of sharded gradients is a sharded number."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 class StepLine:

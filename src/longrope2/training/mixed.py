@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from longrope2.attention import documents, our_attention
@@ -49,27 +49,28 @@ class Batch:
         )
 
 
-class MixedWindowModel:
-    """A model set up for mixed rows; make one with `mixed_window`."""
+class MixedWindowModel(nn.Module):
+    """A model set up for mixed rows, as one module from rows to loss; make one with `mixed_window`."""
 
     def __init__(self, model: Any, rotary: RescaledRotary) -> None:
-        self._model = model
-        self._rotary = rotary
+        super().__init__()
+        self.model = model
+        self._steering = (rotary,)  # in a tuple: it is part of the model already
 
     @contextmanager
     def rows_of(self, batch: Batch) -> Iterator[None]:
         """Steer RoPE and attention by a batch; its backward pass belongs inside, too."""
-        self._rotary.long_rows = batch.long_rows
+        self._steering[0].long_rows = batch.long_rows
         with documents(batch.boundaries):
             yield
 
     def logits(self, batch: Batch) -> Tensor:
         """All logits [B, S, V]: for tests and short rows."""
-        return self._model(input_ids=batch.tokens, position_ids=batch.positions, use_cache=False).logits
+        return self.model(input_ids=batch.tokens, position_ids=batch.positions, use_cache=False).logits
 
-    def loss_sum(self, batch: Batch) -> Tensor:
+    def forward(self, batch: Batch) -> Tensor:
         """The sum of the loss over the batch's labels, never holding more than a piece of the logits."""
-        base = self._model.base_model
+        base = self.model.base_model
         hidden = base(input_ids=batch.tokens, position_ids=batch.positions, use_cache=False).last_hidden_state
         flat, labels = hidden.flatten(0, 1), batch.labels.flatten()
         total = flat.new_zeros((), dtype=torch.float32)
@@ -78,7 +79,7 @@ class MixedWindowModel:
         return total
 
     def _piece_loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        logits = head_logits(self._model, hidden[None])[0]
+        logits = head_logits(self.model, hidden[None])[0]
         return F.cross_entropy(logits.float(), labels, reduction="sum", ignore_index=IGNORED)
 
 
