@@ -205,7 +205,13 @@ def search(model: str, output: Path, as_json: bool, **options: Any) -> None:
 def main() -> None:
     """Run the command line; anything the user can mend becomes one message and exit code 2."""
     try:
-        cli()
+        sys.exit(cli.main(standalone_mode=False))
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("interrupted", err=True)
+        sys.exit(130)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
     except LongRopeError as error:
         click.secho("error: ", fg="red", bold=True, nl=False, err=True)
         click.echo(str(error), err=True)

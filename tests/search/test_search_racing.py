@@ -142,6 +142,13 @@ def test_without_spread_between_documents_one_document_is_enough(base, offsets):
     )
 
 
+def test_without_a_known_spread_nobody_is_judged_by_one_document():
+    """One individual is all there was, so nothing tells yet how far a document can be trusted."""
+    rows = {"a": [2.0, 2.0, 2.0, 2.0], "b": [3.0, 3.0, 3.0, 3.0]}
+    scores, _ = run(rows, mode="statistical", num_parents=9, scores=known({"reference": [1.0, 1.0, 1.0, 1.0]}))
+    assert {key: len(found) for key, found in scores.table.items()} == {"reference": 4, "a": 2, "b": 2}
+
+
 def test_the_second_leader_shows_the_spread_before_anybody_is_judged():
     rows = {"reference": [1.0, 1.0, 1.0, 1.0], "a": [2.0, 2.0, 2.0, 2.0], "b": [3.0, 3.0, 3.0, 3.0]}
     scores, _ = run(rows, mode="statistical", num_parents=9)

@@ -253,6 +253,15 @@ def test_no_chain_of_moves_in_the_wide_space_makes_factors_a_model_cannot_use(sp
         space.rescale_factors(genome)
 
 
+def test_neighbours_a_rounding_error_beside_the_grid_stay_in_order():
+    space = make_space(TINY, 2, kind="wide", mutation_probability=0.5)
+    rng = np.random.default_rng(0)
+    for values in ((2.99, math.nextafter(3.0, 0)), (math.nextafter(3.0, 4), 3.01)):
+        mutated = {space._mutate_monotone(values, 2.99, 3.01, rng) for _ in range(200)}
+        assert len(mutated) > 2
+        assert all(is_monotone(found) for found in mutated)
+
+
 def test_wide_moves_change_temperature_shape_and_critical_dimension():
     space = make_space(LLAMA3, 16, kind="wide")
     seen = [genome for _, genome in chain(space, seed=0, steps=400)]
