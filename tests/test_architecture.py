@@ -12,8 +12,8 @@ PACKAGE = Path(longrope2.__file__).parent
 # A module may import only those listed before it. docs/architecture.md says what each one is for.
 ORDER = [
     "errors", "files", "console", "distributed", "rope", "factors", "figures", "methods", "families",
-    "gguf_model", "models", "rotary", "kernels", "attention", "books", "needles", "perplexity", "search",
-    "training", "inspection", "cli",
+    "gguf_model", "models", "rotary", "generation", "kernels", "attention", "books", "needles", "perplexity", "search",
+    "data", "training", "inspection", "cli",
 ]  # fmt: skip
 
 

@@ -1,7 +1,9 @@
 """RescaleFactors: what cannot be built, what is reported, and the file format."""
 
+import copy
 import json
 import math
+import pickle
 
 import pytest
 from hypothesis import given
@@ -39,6 +41,12 @@ def test_value_is_immutable_and_hash_like():
     with pytest.raises(TypeError):
         factors.provenance["model"] = "x"
     assert factors.long == (1.0, 2.0, 3.0, 4.0)
+
+
+def test_copies_and_pickles_are_equal():
+    factors = make(provenance={"seed": 1})
+    assert copy.deepcopy(factors) is factors
+    assert pickle.loads(pickle.dumps(factors)) == factors
 
 
 def test_frequencies_are_divided():

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -33,9 +34,9 @@ def test_readme_commands_run(command, tmp_path):
 
 
 @pytest.mark.parametrize("example", blocks(ROOT / "README.md", "python"))
-def test_readme_example_runs(example):
+def test_readme_example_runs(example, tmp_path):
     assert len([line for line in example.splitlines() if line.strip()]) <= 10
-    subprocess.run([sys.executable, "-c", example], check=True, capture_output=True)
+    subprocess.run([sys.executable, "-c", example], cwd=tmp_path, check=True, capture_output=True)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -50,6 +51,8 @@ def test_commands_in_docs_parse(page):
         if program != "longrope2":
             continue
         subcommand = cli.commands[arguments[0]]
+        if isinstance(subcommand, click.Group):
+            subcommand, arguments = subcommand.commands[arguments[1]], arguments[1:]
         known = {option for parameter in subcommand.params for option in parameter.opts}
         used = {word.split("=")[0] for word in arguments[1:] if word.startswith("-")}
         assert used <= known, f"{command}: {used - known}"

@@ -202,6 +202,46 @@ def search(model: str, output: Path, as_json: bool, **options: Any) -> None:
     run_search(model, output, as_json=as_json, **options)
 
 
+@cli.group()
+def data() -> None:
+    """Prepare documents for training."""
+
+
+@data.command()
+@model_argument
+@target_option
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), metavar="FILE")
+@click.option(
+    "--source",
+    "sources",
+    multiple=True,
+    metavar="PATH[=WEIGHT]",
+    help="Folder, file, hub dataset or 'books'; may be repeated. Replaces the sources of --config.",
+)
+@click.option("--config", type=click.Path(path_type=Path), metavar="FILE", help="TOML: [plan], [[source]], [[bucket]].")
+@click.option("--tokens", metavar="N", help="Tokens to plan, e.g. 10B; default: what one epoch gives.")
+@click.option("--buckets", metavar="LIST", help="Largest length and quota of each, e.g. 8k:3,100k:3,200k:4.")
+@click.option("--seed", type=int, help="The same seed gives the same plan.  [default: 0]")
+@click.option("--repeat", is_flag=True, default=None, help="Use documents again where a bucket runs out of them.")
+@click.option(
+    "--over-long", type=click.Choice(["cut", "drop"]), help="Documents above the last bucket.  [default: cut]"
+)
+@click.option(
+    "--max-padding", type=float, metavar="SHARE", help="Largest share of padding in a short row.  [default: 0.01]"
+)
+@click.option("--cache", type=click.Path(path_type=Path), metavar="FOLDER", help="Where tokenised sources are kept.")
+@original_option
+@json_option
+def plan(model: str, output: Path, **options: Any) -> None:
+    """Choose and pack documents into rows of the target length, and say what is in them.
+
+    Documents up to the trained window go into short rows, longer ones into long rows. Sources are tokenised once.
+    """
+    from longrope2.data.plan_command import run_plan
+
+    run_plan(model, output, **options)
+
+
 def main() -> None:
     """Run the command line; anything the user can mend becomes one message and exit code 2."""
     try:

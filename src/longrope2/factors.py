@@ -55,6 +55,12 @@ class RescaleFactors:
             object.__setattr__(self, name, float(getattr(self, name)))
         object.__setattr__(self, "provenance", MappingProxyType(dict(self.provenance)))
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "RescaleFactors":
+        return self  # nothing in it can change
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RescaleFactors.from_json, (self.to_json(),)
+
     @property
     def spec(self) -> RopeSpec:
         """The RoPE these factors rescale."""

@@ -24,9 +24,9 @@ LAYOUTS = {
 }
 
 
-def is_long(lengths: Tensor, factors: RescaleFactors) -> Tensor:
-    """The switch rule: a row is long once its tokens exceed the original window."""
-    return lengths > factors.original_length
+def is_long(lengths: Tensor, factors: RescaleFactors, switch_length: int | None = None) -> Tensor:
+    """The switch rule: a row is long once its tokens exceed the original window, or another switch length."""
+    return lengths > (factors.original_length if switch_length is None else switch_length)
 
 
 class RescaledRotary(nn.Module):
@@ -35,6 +35,8 @@ class RescaledRotary(nn.Module):
     long_rows: bool | Tensor | None
     """Who uses the long factors: all rows or none, a bool tensor [batch] or [batch, sequence] for a choice
     per row or token, or None for the switch rule applied to each row's positions."""
+    switch_length: int | None = None
+    """The switch length that rule uses; None is the original window."""
 
     def __init__(
         self, original: nn.Module, layout: str, factors: RescaleFactors, long_rows: bool | Tensor | None
@@ -82,7 +84,7 @@ class RescaledRotary(nn.Module):
         if isinstance(rows, bool):
             return (long, long_scale) if rows else (short, short_scale)
         if rows is None:
-            rows = is_long(position_ids.amax(dim=-1) + 1, self.factors)
+            rows = is_long(position_ids.amax(dim=-1) + 1, self.factors, self.switch_length)
         rows = rows.to(position_ids.device)
         rows = rows[:, None, None] if rows.dim() == 1 else rows[..., None]
         return torch.where(rows, long, short), torch.where(rows, long_scale, short_scale)
@@ -101,14 +103,30 @@ def rescaled(
     With `check` a few tokens are run through the model to prove that the factors took effect.
     """
     parent, name, original = _rotary_place(model)
+    try:
+        yield install(model, factors, long_rows=long_rows, check=check)
+    finally:
+        setattr(parent, name, original)
+
+
+def install(
+    model: nn.Module,
+    factors: RescaleFactors,
+    *,
+    long_rows: bool | Tensor | None = None,
+    check: bool = True,
+) -> RescaledRotary:
+    """The same for good: put our rotary module into `model`, or raise and leave the model as it was."""
+    parent, name, original = _rotary_place(model)
     rotary = RescaledRotary(original, _layout(original, factors), factors, long_rows)
     setattr(parent, name, rotary)
     try:
         if check:
             _prove_effect(model, rotary)
-        yield rotary
-    finally:
+    except BaseException:
         setattr(parent, name, original)
+        raise
+    return rotary
 
 
 def _rotary_place(model: nn.Module) -> tuple[nn.Module, str, nn.Module]:
@@ -157,6 +175,8 @@ def _layout(module: nn.Module, factors: RescaleFactors) -> str:
     positions = torch.arange(4, device=inv_freq.device)[None]
     with torch.no_grad():
         cos, _ = module(torch.zeros(1, 4, 1, device=inv_freq.device), positions, **layer)
+    inv_freq = _inv_freq(module)  # again: some kinds of RoPE choose it in each forward
+    assert inv_freq is not None
     angles = positions[..., None].float() * inv_freq.float()
     for layout, arrange in LAYOUTS.items():
         expected = arrange(angles).cos() * scaling

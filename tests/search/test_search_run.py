@@ -1,5 +1,6 @@
 """Searches of the real tiny model: files, resuming after kills, several processes, and wrong inputs."""
 
+import hashlib
 import json
 import math
 import os
@@ -316,6 +317,16 @@ def test_a_journal_of_another_seed_is_refused(reference, tmp_path, monkeypatch, 
     assert (folder / "history.jsonl").read_bytes() == (reference / "history.jsonl").read_bytes()
 
 
+def test_a_journal_made_with_other_books_is_refused(tiny, books, tmp_path):
+    """The folder has the same name, so only the documents themselves can tell."""
+    folder = shutil.copytree(books, tmp_path / "books")
+    search(tiny, small_config(str(folder)), tmp_path / "out", ALONE)
+    for file in folder.iterdir():
+        file.write_text(file.read_text()[500:])
+    with pytest.raises(LongRopeError, match="belongs to another search: documents: "):
+        search(tiny, small_config(str(folder)), tmp_path / "out", ALONE)
+
+
 # Every kind of search once
 
 
@@ -352,7 +363,9 @@ def test_every_kind_of_search_runs_to_its_end(options, method, tiny, books, tmp_
         assert summary["best"]["shape"] == "given"
     if "off" in options:
         assert summary["document_evaluations"] == summary["exhaustive_evaluations"]
-        assert summary["config"]["depth"] == 0.5
+        made = make_needles(tiny.tokenizer, read_books(books), length=320, count=1, seed=0, depth=0.5)
+        content = json.dumps([document.token_ids for document in made])
+        assert summary["documents"] == hashlib.sha256(content.encode()).hexdigest()[:16]
     if "exact" in options:
         assert factors.long_attention_factor == 1.1
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from longrope2.console import ProgressLine, say
+from longrope2.console import say
 from longrope2.distributed import World
 from longrope2.errors import LongRopeError, below_minimum
 from longrope2.factors import RescaleFactors
@@ -170,16 +170,3 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
 def _full(value: torch.Tensor) -> torch.Tensor:
     """A norm of sharded gradients is a sharded number."""
     return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-class StepLine:
-    """Tells of steps on stderr."""
-
-    def __init__(self, steps: int) -> None:
-        self._line = ProgressLine(steps, "train")
-
-    def __call__(self, result: StepResult) -> None:
-        """Show one step."""
-        kinds = ", ".join(f"{kind} {loss:.3f}" for kind, loss in result.loss_by_kind.items())
-        speed = result.tokens / result.seconds
-        self._line.update(result.step, f"loss {result.loss:.4f} ({kinds}), {speed:,.0f} tokens/s")

@@ -1,0 +1,235 @@
+"""Each source tokenised once into an Arrow file, found again by its content and the tokenizer."""
+
+import hashlib
+import json
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longrope2.books import Book
+from longrope2.console import ProgressLine, say
+from longrope2.data.marks import plain_encoder, tokenizer_fingerprint
+from longrope2.data.sources import Source, content_bytes, content_identity, read_documents
+from longrope2.errors import DataError, require
+from longrope2.files import atomic_path, package_versions, write_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+FORMAT_VERSION = 1
+BATCH_CHARACTERS = 1 << 22
+BATCH_DOCUMENTS = 1 << 12
+MEGABYTE = 1_000_000
+
+
+def default_cache() -> Path:
+    """Where tokenised sources are kept unless the caller says otherwise."""
+    return Path.home() / ".cache" / "longrope2" / "corpus"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """One tokenised source: documents by number, straight from the memory-mapped file."""
+
+    key: str
+    """Hash of content, tokenizer and format; also the name of the file."""
+    path: Path
+    num_documents: int
+    num_tokens: int
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each document, special tokens not counted."""
+        return np.concatenate([np.diff(offsets) for _, offsets in self._batches]).astype(np.int64)
+
+    def tokens(self, document: int) -> NDArray[np.int32]:
+        """The token ids of a document, without copying and without special tokens."""
+        batch = int(np.searchsorted(self._starts, document, side="right")) - 1
+        values, offsets = self._batches[batch]
+        within = document - int(self._starts[batch])
+        return values[offsets[within] : offsets[within + 1]]
+
+    def title(self, document: int) -> str:
+        """The title of a document."""
+        return str(self._table.column("title")[document].as_py())
+
+    @cached_property
+    def _table(self) -> Any:
+        arrow = require("pyarrow", extra="eval", purpose="a tokenised corpus")
+        try:
+            return arrow.ipc.open_file(arrow.memory_map(str(self.path))).read_all()
+        except (OSError, arrow.ArrowException) as error:
+            raise DataError(
+                f"{self.path}: not a readable Arrow file ({error})",
+                hint="delete it and run `longrope2 data plan` again, which makes it anew",
+            ) from error
+
+    @cached_property
+    def _batches(self) -> list[tuple[NDArray[np.int32], NDArray[np.int32]]]:
+        """Values and offsets of each record batch, as views of the file."""
+        chunks = self._table.column("tokens").chunks
+        return [(chunk.values.to_numpy(), chunk.offsets.to_numpy()) for chunk in chunks]
+
+    @cached_property
+    def _starts(self) -> NDArray[np.int64]:
+        """The number of the first document of each record batch."""
+        counts = [len(offsets) - 1 for _, offsets in self._batches]
+        return np.cumsum([0, *counts[:-1]], dtype=np.int64)
+
+
+def corpus_key(source: Source, tokenizer: "PreTrainedTokenizerBase") -> str:
+    """The name under which this content, tokenised by this tokenizer, is kept."""
+    identity = {
+        "format": FORMAT_VERSION,
+        "content": content_identity(source),
+        "tokenizer": tokenizer_fingerprint(tokenizer),
+    }
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def tokenise(source: Source, tokenizer: "PreTrainedTokenizerBase", cache: Path | None = None) -> Corpus:
+    """The tokenised source, from the cache where it is whole there; otherwise made now, with progress."""
+    cache = cache or default_cache()
+    key = corpus_key(source, tokenizer)
+    try:
+        corpus = open_corpus(key, cache)
+    except DataError as error:
+        if (cache / f"{key}.json").exists():
+            say(f"{error.message}; tokenising {source.label} again")
+    else:
+        if _checksum(corpus.path) == _record(key, cache)["crc32"]:
+            return corpus
+        say(f"{corpus.path}: damaged; tokenising {source.label} again")
+    _write(source, tokenizer, key, cache)
+    return open_corpus(key, cache)
+
+
+def open_corpus(key: str, cache: Path | None = None) -> Corpus:
+    """A tokenised source that must be in the cache; its size is checked, its bytes are not."""
+    cache = cache or default_cache()
+    path = cache / f"{key}.arrow"
+    record = _record(key, cache)
+    if not path.is_file() or path.stat().st_size != record["bytes"]:
+        raise DataError(
+            f"{path}: missing or incomplete, {record['bytes']:,} bytes expected",
+            hint="run `longrope2 data plan` again, which makes it anew",
+        )
+    return Corpus(key=key, path=path, num_documents=record["documents"], num_tokens=record["tokens"])
+
+
+def _record(key: str, cache: Path) -> dict[str, Any]:
+    """What was written beside the Arrow file once that was complete."""
+    path = cache / f"{key}.json"
+    try:
+        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if not all(isinstance(record[name], int) for name in ("documents", "tokens", "bytes", "crc32")):
+            raise TypeError("a number expected")
+    except OSError as error:
+        raise DataError(
+            f"{cache}: no tokenised source {key} there",
+            hint="name the folder that `longrope2 data plan` kept it in, or run that command again",
+        ) from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(
+            f"{path}: damaged ({error})", hint="run `longrope2 data plan` again, which makes it anew"
+        ) from error
+    return record
+
+
+def _write(source: Source, tokenizer: "PreTrainedTokenizerBase", key: str, cache: Path) -> None:
+    arrow = require("pyarrow", extra="eval", purpose="a tokenised corpus")
+    encode = plain_encoder(tokenizer)
+    schema = arrow.schema(
+        [("tokens", arrow.list_(arrow.int32())), ("title", arrow.string()), ("source", arrow.string())]
+    )
+    documents = tokens = 0
+    progress = _Progress(source)
+    path = cache / f"{key}.arrow"
+    with atomic_path(path) as temporary:
+        with arrow.OSFile(str(temporary), "wb") as file, arrow.ipc.new_file(file, schema) as writer:
+            for books in _batched(read_documents(source)):
+                encoded = encode([book.text for book in books])
+                offsets = np.cumsum([0, *map(len, encoded)], dtype=np.int32)
+                values = np.concatenate([np.asarray(ids, dtype=np.int32) for ids in encoded])
+                columns = [
+                    arrow.ListArray.from_arrays(arrow.array(offsets), arrow.array(values)),
+                    arrow.array([book.title for book in books], arrow.string()),
+                    arrow.array([book.source for book in books], arrow.string()),
+                ]
+                writer.write_batch(arrow.record_batch(columns, schema=schema))
+                documents, tokens = documents + len(books), tokens + len(values)
+                progress.update(books, documents, tokens)
+        if tokens == 0:
+            raise DataError(
+                f"source {source.label!r}: {documents} documents, no token in any",
+                hint="leave this source out, or check its files",
+            )
+        size, checksum = temporary.stat().st_size, _checksum(temporary)
+    progress.finish(documents, tokens)
+    # Written last: a kill before this line leaves an Arrow file that nobody takes for complete.
+    write_json(
+        cache / f"{key}.json",
+        {
+            "format": "longrope2-corpus",
+            "version": FORMAT_VERSION,
+            "source": source.label,
+            "documents": documents,
+            "tokens": tokens,
+            "bytes": size,
+            "crc32": checksum,
+            "tokenizer": tokenizer_fingerprint(tokenizer),
+            "versions": package_versions("tokenizers", "transformers", "pyarrow"),
+        },
+    )
+
+
+def _batched(books: Iterator[Book]) -> Iterator[list[Book]]:
+    """Groups large enough to keep every thread busy and small enough for memory."""
+    batch: list[Book] = []
+    characters = 0
+    for book in books:
+        batch.append(book)
+        characters += len(book.text)
+        if characters >= BATCH_CHARACTERS or len(batch) >= BATCH_DOCUMENTS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _checksum(path: Path) -> int:
+    value = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 24):
+            value = zlib.crc32(block, value)
+    return value
+
+
+class _Progress:
+    """Megabytes done of those expected, or just done where nobody can know."""
+
+    def __init__(self, source: Source) -> None:
+        expected = content_bytes(source)
+        self._label = f"tokenising {source.label}, MB"
+        self._total = None if expected is None else max(1, -(-expected // MEGABYTE))
+        self._line = ProgressLine(self._total or 1, self._label)
+        self._bytes = 0
+
+    def update(self, books: list[Book], documents: int, tokens: int) -> None:
+        self._bytes += sum(len(book.text.encode()) for book in books)
+        text = f"{documents:,} documents, {tokens:,} tokens"
+        if self._total is None:
+            say(f"{self._label} {self._bytes // MEGABYTE}: {text}")
+        else:
+            # A file holds more than its texts, so the last megabyte is only reached at the end.
+            self._line.update(min(self._bytes // MEGABYTE, self._total - 1), text)
+
+    def finish(self, documents: int, tokens: int) -> None:
+        if self._total is not None:
+            self._line.update(self._total, f"{documents:,} documents, {tokens:,} tokens")

@@ -1,0 +1,133 @@
+"""Rows of token ids from a plan, and which row comes when."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longrope2.data.buckets import RowKind
+from longrope2.data.corpus import Corpus, open_corpus
+from longrope2.data.plan import Plan
+from longrope2.errors import DataError
+
+IGNORED_LABEL = -100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One row, ready for the model; every array is of exactly the target length unless it says otherwise."""
+
+    index: int
+    kind: RowKind
+    bucket: str
+    token_ids: NDArray[np.int64]
+    position_ids: NDArray[np.int64]
+    """From 0 at each document in a short row; over the whole row in a long one."""
+    document_starts: NDArray[np.int32]
+    """Where each piece of a document begins, then where the last one ends; padding comes after that."""
+    cu_seqlens: NDArray[np.int32]
+    """Borders that attention must not cross: of documents and padding if short, the row's two ends if long."""
+    label_mask: NDArray[np.bool_]
+    """True where the next token is of the same document, so that predicting it is to be learned."""
+
+    def labels(self, ignored: int = IGNORED_LABEL) -> NDArray[np.int64]:
+        """The token to predict at each place, already shifted; `ignored` where there is none."""
+        return np.where(self.label_mask, np.roll(self.token_ids, -1), ignored)
+
+
+class RowLoader:
+    """Builds the rows of a plan; cheap to make, and safe to make in every process."""
+
+    def __init__(self, plan: Plan, corpora: Sequence[Corpus]) -> None:
+        self.plan = plan
+        self._corpora = tuple(corpora)
+        found = tuple(corpus.key for corpus in corpora)
+        if found != plan.corpus_keys:
+            raise DataError(
+                f"the tokenised sources are not those of the plan: {list(found)}, {list(plan.corpus_keys)} expected",
+                hint="open the loader from the plan and its cache folder",
+            )
+
+    @classmethod
+    def open(cls, plan: Plan, cache: Path | None = None) -> "RowLoader":
+        """A loader that finds the tokenised sources of a plan in the cache."""
+        return cls(plan, [open_corpus(key, cache) for key in plan.corpus_keys])
+
+    def __len__(self) -> int:
+        return len(self.plan)
+
+    def row(self, index: int) -> Row:
+        """Row number `index` of the plan."""
+        planned = self.plan.row(index)
+        length, marks = self.plan.config.target_length, self.plan.marks
+        token_ids = np.full(length, marks.pad, dtype=np.int64)
+        starts = [0]
+        at = 0
+        for span in planned.spans:
+            corpus = self._corpora[span.source]
+            if span.document >= corpus.num_documents or span.stop > corpus.lengths[span.document]:
+                raise DataError(f"row {index} speaks of {span}, which is not in the corpus", hint="plan again")
+            tokens = corpus.tokens(span.document)
+            ends = span.stop == len(tokens)
+            end = at + marks.size(span.stop - span.start, ends=ends)
+            if end > length:
+                raise DataError(f"row {index} is longer than {length:,} tokens", hint="plan again")
+            if marks.bos is not None:
+                token_ids[at] = marks.bos
+                at += 1
+            token_ids[at : at + span.stop - span.start] = tokens[span.start : span.stop]
+            if ends and marks.eos is not None:
+                token_ids[end - 1] = marks.eos
+            at = end
+            starts.append(end)
+        if at + planned.padding != length:
+            raise DataError(f"row {index} has {at + planned.padding:,} tokens, not {length:,}", hint="plan again")
+        label_mask = np.arange(length) < at
+        label_mask[np.array(starts[1:], dtype=np.int64) - 1] = False
+        is_short = planned.kind == "short"
+        borders = sorted({*starts, length}) if is_short else [0, length]
+        return Row(
+            index=index,
+            kind=planned.kind,
+            bucket=self.plan.config.buckets[planned.bucket].label,
+            token_ids=token_ids,
+            position_ids=_positions(borders),
+            document_starts=np.array(starts, dtype=np.int32),
+            cu_seqlens=np.array(borders, dtype=np.int32),
+            label_mask=label_mask,
+        )
+
+
+def rows_of_step(
+    step: int, *, num_rows: int, seed: int, rank: int = 0, world_size: int = 1, rows_per_rank: int = 1
+) -> list[int]:
+    """The rows that a rank takes in a global step; nothing else is needed to resume.
+
+    Steps run through all rows in a seeded order and then go on with another one. Only the product of `world_size`
+    and `rows_per_rank` decides which rows a step has, so that a run may resume on more or fewer ranks.
+    """
+    problems = [
+        (num_rows < 1, f"num_rows must be at least 1, got {num_rows}"),
+        (step < 0, f"step must not be negative, got {step}"),
+        (not 0 <= rank < world_size, f"rank must lie in 0 to {world_size - 1}, got {rank}"),
+        (rows_per_rank < 1, f"rows_per_rank must be at least 1, got {rows_per_rank}"),
+    ]
+    if wrong := [text for is_wrong, text in problems if is_wrong]:
+        raise DataError("; ".join(wrong))
+    first = (step * world_size + rank) * rows_per_rank
+    places = [divmod(number, num_rows) for number in range(first, first + rows_per_rank)]
+    return [int(_order(seed, num_rows, epoch)[place]) for epoch, place in places]
+
+
+@lru_cache(maxsize=2)  # a step may lie across the border of two epochs
+def _order(seed: int, num_rows: int, epoch: int) -> NDArray[np.int64]:
+    return np.random.default_rng([seed, epoch]).permutation(num_rows)
+
+
+def _positions(borders: Sequence[int]) -> NDArray[np.int64]:
+    """Counting from 0 at each border."""
+    starts = np.array(borders[:-1], dtype=np.int64)
+    return np.arange(borders[-1]) - np.repeat(starts, np.diff(borders))
