@@ -23,6 +23,7 @@ from longrope2.methods import METHODS, rescale
 from longrope2.models import LoadedModel, describe, load, weights_fingerprint
 from longrope2.needles import NeedleDocument, make_needles
 from longrope2.perplexity import Objective, Score, Scorer, scoring, total
+from longrope2.rope import RopeSpec
 from longrope2.search.evolution import EvolutionConfig, Progress, evolve
 from longrope2.search.journal import Journal
 from longrope2.search.space import Genome, SearchSpace, default_attention_factor
@@ -77,13 +78,18 @@ class SearchConfig:
         return found
 
 
-def search(loaded: LoadedModel, config: SearchConfig, output: Path | None, here: World) -> RescaleFactors:
-    """Run or resume a search; writes into `output`, on the main process, unless it is None."""
-    spec = loaded.info.rope
+def check(config: SearchConfig, spec: RopeSpec) -> RescaleFactors:
+    """Refuse what cannot be searched; returns the untouched model's factors, which every search starts from."""
     problems = config.problems()
     if problems:
         raise LongRopeError(all_problems("search configuration", problems))
-    baseline = rescale("none", spec, config.target_length)  # also refuses a target within the window
+    return rescale("none", spec, config.target_length)  # also refuses a target within the window
+
+
+def search(loaded: LoadedModel, config: SearchConfig, output: Path | None, here: World) -> RescaleFactors:
+    """Run or resume a search; writes into `output`, on the main process, unless it is None."""
+    spec = loaded.info.rope
+    baseline = check(config, spec)
     space = SearchSpace(
         spec=spec,
         target_length=config.target_length,
@@ -173,6 +179,7 @@ def run_search(
     )
     info = describe(model, original_length=original_length)
     info.refuse_rescaled(extend_again=extend_again)
+    check(config, info.rope)  # before an 8B model is loaded for nothing
     with world(group_size=tensor_parallel) as here:
         loaded = load(info, device=here.device(), tensor_parallel=tensor_parallel)
         factors = search(loaded, config, output, here)
