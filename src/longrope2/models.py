@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -155,7 +156,10 @@ def weights_fingerprint(info: ModelInfo) -> str:
 def _from_pretrained(info: ModelInfo, dtype: "torch.dtype", tensor_parallel: int) -> tuple[Any, Any]:
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()  # a bar in a log file is noise
     match = HUB_ID.fullmatch(info.location)
     is_local = Path(info.location).is_dir()
     if is_local:
