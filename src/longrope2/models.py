@@ -122,15 +122,28 @@ def load(
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     if info.is_gguf:
-        file = GGUFModel(Path(info.location))
-        model, tokenizer = file.model(dtype=dtype), file.tokenizer()
         if tensor_parallel > 1:
             raise ModelError("a GGUF file cannot be spread over several GPUs", hint="save it as a folder first")
+        file = GGUFModel(Path(info.location))
+        model, tokenizer = file.model(dtype=dtype), file.tokenizer()
     else:
-        model, tokenizer = _from_pretrained(info, dtype, tensor_parallel)
+        model, tokenizer = _load_weights(info, dtype, tensor_parallel), load_tokenizer(info)
     if tensor_parallel == 1:
         model = model.to(device)
     return LoadedModel(model=model.eval(), tokenizer=tokenizer, info=info)
+
+
+def load_tokenizer(info: ModelInfo) -> Any:
+    """The tokenizer of a model, without its weights."""
+    if info.is_gguf:
+        return GGUFModel(Path(info.location)).tokenizer()
+    from transformers import AutoTokenizer
+
+    source, options = _where(info)
+    try:
+        return AutoTokenizer.from_pretrained(source, **options)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ModelError(f"{info.name}: its tokenizer cannot be loaded ({_first_line(error)})") from error
 
 
 def weights_fingerprint(info: ModelInfo) -> str:
@@ -153,32 +166,37 @@ def weights_fingerprint(info: ModelInfo) -> str:
     return "sha256:" + digest.hexdigest()[:16]
 
 
-def _from_pretrained(info: ModelInfo, dtype: "torch.dtype", tensor_parallel: int) -> tuple[Any, Any]:
+def _load_weights(info: ModelInfo, dtype: "torch.dtype", tensor_parallel: int) -> Any:
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     if not sys.stderr.isatty():
         logging.disable_progress_bar()  # a bar in a log file is noise
-    match = HUB_ID.fullmatch(info.location)
-    is_local = Path(info.location).is_dir()
-    if is_local:
-        _require_safetensors(Path(info.location))
-    source = info.location if is_local or match is None else match["repo"]
-    options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": is_local}
-    if not is_local and match is not None and match["revision"]:
-        options["revision"] = match["revision"]
+    source, options = _where(info)
+    if options["local_files_only"]:
+        _require_safetensors(Path(source))
     placement: dict[str, Any] = {}
     if tensor_parallel > 1:
         from transformers.distributed.configuration_utils import DistributedConfig
 
         placement = {"distributed_config": DistributedConfig(tp_size=tensor_parallel)}
     try:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, use_safetensors=True, **placement, **options)
-        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+        return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, use_safetensors=True, **placement, **options)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ModelError(f"{info.name}: weights or tokenizer cannot be loaded ({_first_line(error)})") from error
-    return model, tokenizer
+        raise ModelError(f"{info.name}: its weights cannot be loaded ({_first_line(error)})") from error
+
+
+def _where(info: ModelInfo) -> tuple[str, dict[str, Any]]:
+    """The source and options of from_pretrained: never code of the repository, the hub only for a hub id."""
+    is_local = Path(info.location).is_dir()
+    options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": is_local}
+    match = None if is_local else HUB_ID.fullmatch(info.location)
+    if match is None:
+        return info.location, options
+    if match["revision"]:
+        options["revision"] = match["revision"]
+    return match["repo"], options
 
 
 def _local_config(path: Path) -> tuple[dict[str, Any], str]:

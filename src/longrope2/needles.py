@@ -177,14 +177,18 @@ def _check_arguments(count: int, seed: int, depths: Sequence[float] | str, value
         raise DataError(all_problems("needle documents", problems))
 
 
+def opens_with_bos(tokenizer: "PreTrainedTokenizerBase") -> bool:
+    """The tokenizer's own rule: many have a BOS token and do not put it before a text."""
+    return tokenizer.bos_token_id is not None and tokenizer.bos_token_id in tokenizer("x").input_ids[:1]
+
+
 class _Codec:
     """One tokenizer: text to ids as they stand in a given place, and ids back to text."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self.tokenizer = tokenizer
         self.bos: int | None = tokenizer.bos_token_id
-        # The tokenizer's own rule decides: many have such a token and do not put it before a text.
-        self.opening: list[int] = [self.bos] if self.bos in tokenizer("x").input_ids[:1] else []
+        self.opening: list[int] = [self.bos] if self.bos is not None and opens_with_bos(tokenizer) else []
 
     def ids(self, text: str, *, after: str = "") -> list[int]:
         """The ids of `text` in the middle of a text; at its very start where `after` is empty.

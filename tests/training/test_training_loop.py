@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 
 from conftest import family_model
+from longrope2.data.loader import IGNORED_LABEL
 from longrope2.distributed import World
 from longrope2.errors import LongRopeError
 from longrope2.training.loop import TrainConfig, make_optimizer, train
-from longrope2.training.mixed import IGNORED, Batch
+from longrope2.training.mixed import Batch
 from test_rotary import make_factors
 
 ALONE = World(process=0, num_processes=1, local_process=0)
@@ -30,7 +31,7 @@ def row(number: int) -> Batch:
     tokens = torch.randint(3, 97, (1, ROW), generator=torch.Generator().manual_seed(number))
     ends = [0, 20, ROW] if number % 2 == 0 else [0, ROW]
     labels = torch.roll(tokens, -1, 1)
-    labels[0, [end - 1 for end in ends[1:]]] = IGNORED
+    labels[0, [end - 1 for end in ends[1:]]] = IGNORED_LABEL
     positions = torch.cat([torch.arange(b - a) for a, b in pairwise(ends)])[None]
     return Batch(
         tokens=tokens, positions=positions, labels=labels, long_rows=torch.tensor([number % 2 == 1]), boundaries=[ends]

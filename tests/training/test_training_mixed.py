@@ -6,7 +6,8 @@ import torch.nn.functional as F
 
 from conftest import family_model
 from longrope2 import perplexity
-from longrope2.training.mixed import IGNORED, Batch, mixed_window
+from longrope2.data.loader import IGNORED_LABEL
+from longrope2.training.mixed import Batch, mixed_window
 from test_rotary import make_factors, through_transformers
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2"]
@@ -19,8 +20,8 @@ def tokens_of(length, seed):
 
 
 def labels_of(tokens, ends):
-    labels = torch.cat((tokens[1:], torch.tensor([IGNORED])))
-    labels[[end - 1 for end in ends[1:]]] = IGNORED
+    labels = torch.cat((tokens[1:], torch.tensor([IGNORED_LABEL])))
+    labels[[end - 1 for end in ends[1:]]] = IGNORED_LABEL
     return labels
 
 

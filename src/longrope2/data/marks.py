@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from longrope2.errors import DataError
+from longrope2.needles import opens_with_bos
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,12 +37,10 @@ def document_marks(tokenizer: "PreTrainedTokenizerBase") -> Marks:
             "the tokenizer has neither a BOS nor an EOS token, so packed documents would run together",
             hint="set tokenizer.eos_token to the token that ended documents when the model was trained",
         )
-    # Many tokenizers have such a token and do not put it before a text.
-    opens = bos is not None and bos in tokenizer("x").input_ids[:1]
     pad = tokenizer.pad_token_id
     if pad is None:
         pad = bos if eos is None else eos
-    return Marks(bos=bos if opens or eos is None else None, eos=eos, pad=pad)
+    return Marks(bos=bos if eos is None or opens_with_bos(tokenizer) else None, eos=eos, pad=pad)
 
 
 def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:

@@ -4,7 +4,7 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from longrope2.console import say, show_json, warn
 from longrope2.data.buckets import Bucket, PlanConfig
@@ -14,12 +14,8 @@ from longrope2.data.marks import document_marks, tokenizer_fingerprint
 from longrope2.data.plan import Plan
 from longrope2.data.planning import make_plan
 from longrope2.data.sources import Source
-from longrope2.errors import DataError, ModelError, all_problems
-from longrope2.gguf_model import GGUFModel
-from longrope2.models import HUB_ID, ModelInfo, describe
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from longrope2.errors import DataError, all_problems
+from longrope2.models import describe, load_tokenizer
 
 UNITS = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 PLAN_KEYS = {
@@ -134,24 +130,6 @@ def parse_tokens(value: int | str) -> int:
         return round(float(text[:-1] if unit > 1 else text) * unit)
     except (ValueError, OverflowError):
         raise DataError(f"{value!r} is not a number of tokens", hint="write 500000, 20M or 10B") from None
-
-
-def load_tokenizer(info: ModelInfo) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a model, without its weights."""
-    if info.is_gguf:
-        return GGUFModel(Path(info.location)).tokenizer()
-    from transformers import AutoTokenizer
-
-    is_local = Path(info.location).is_dir()
-    match = None if is_local else HUB_ID.fullmatch(info.location)
-    options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": is_local}
-    if match is not None and match["revision"]:
-        options["revision"] = match["revision"]
-    try:
-        return AutoTokenizer.from_pretrained(info.location if match is None else match["repo"], **options)
-    except (OSError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ModelError(f"{info.name}: its tokenizer cannot be loaded ({reason})") from error
 
 
 def _resolve(settings: dict[str, Any]) -> PlanConfig:

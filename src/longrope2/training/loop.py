@@ -12,12 +12,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from longrope2.console import say
+from longrope2.data.loader import IGNORED_LABEL
 from longrope2.distributed import World
 from longrope2.errors import LongRopeError, below_minimum
 from longrope2.factors import RescaleFactors
 from longrope2.files import package_versions
 from longrope2.training.checkpoint import Checkpoints
-from longrope2.training.mixed import IGNORED, Batch, MixedWindowModel, mixed_window
+from longrope2.training.mixed import Batch, MixedWindowModel, mixed_window
 from longrope2.training.parallel import own_part, sequence_parallel, shard
 
 KINDS = ("short", "long")
@@ -128,28 +129,27 @@ def train_step(
 ) -> StepResult:
     """One update from this process's rows; the loss is the mean over the labels of all processes."""
     started = time.perf_counter()
-    mine = sum(int((batch.labels != IGNORED).sum()) for batch in batches)
-    count = sum(here.gather_all(mine))
-    sums = dict.fromkeys(KINDS, 0.0)
-    counts = dict.fromkeys(KINDS, 0)
-    for batch in batches:
+    kinds = [KINDS[bool(batch.long_rows[0])] for batch in batches]
+    sums, counts = dict.fromkeys(KINDS, 0.0), dict.fromkeys(KINDS, 0)
+    for batch, kind in zip(batches, kinds, strict=True):
+        counts[kind] += int((batch.labels != IGNORED_LABEL).sum())
+    all_counts = _summed(here.gather_all(counts))
+    count = sum(all_counts.values())
+    for batch, kind in zip(batches, kinds, strict=True):
         with mixed.rows_of(batch):
             loss = mixed(batch)
             # Sharded gradients are averaged over processes; their sum is wanted.
             (loss * here.num_processes / count).backward()
-        kind = KINDS[bool(batch.long_rows[0])]
         sums[kind] += float(loss.detach())
-        counts[kind] += int((batch.labels != IGNORED).sum())
     norm = float(_full(nn.utils.clip_grad_norm_(mixed.parameters(), config.gradient_clip)))
     if math.isfinite(norm):
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    gathered = here.gather_all((sums, counts))
-    totals = {kind: (sum(s[kind] for s, _ in gathered), sum(c[kind] for _, c in gathered)) for kind in KINDS}
+    all_sums = _summed(here.gather_all(sums))
     return StepResult(
         step=step + 1,
-        loss=sum(nll for nll, _ in totals.values()) / count,
-        loss_by_kind={kind: nll / n for kind, (nll, n) in totals.items() if n},
+        loss=sum(all_sums.values()) / count,
+        loss_by_kind={kind: all_sums[kind] / n for kind, n in all_counts.items() if n},
         gradient_norm=norm,
         tokens=sum(batch.tokens.numel() for batch in batches) * here.num_processes,
         seconds=time.perf_counter() - started,
@@ -165,6 +165,11 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     ]
     fused = trained[0].is_cuda
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=fused)
+
+
+def _summed(by_process: Sequence[dict[str, float]]) -> dict[str, float]:
+    """What each process has of every kind of row, together."""
+    return {kind: sum(values[kind] for values in by_process) for kind in KINDS}
 
 
 def _full(value: torch.Tensor) -> torch.Tensor:

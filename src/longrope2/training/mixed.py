@@ -15,12 +15,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from longrope2.attention import documents, our_attention
+from longrope2.data.loader import IGNORED_LABEL
 from longrope2.factors import RescaleFactors
 from longrope2.perplexity import LOGIT_ROWS, head_logits
 from longrope2.rotary import RescaledRotary, rescaled
-
-IGNORED = -100
-"""The label of positions that no loss is taken of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +30,7 @@ class Batch:
     positions: Tensor
     """[B, S]: restart at each document of a short row."""
     labels: Tensor
-    """[B, S]: the next token, already shifted; IGNORED after a document's last token."""
+    """[B, S]: the next token, already shifted; IGNORED_LABEL after a document's last token."""
     long_rows: Tensor
     """[B] bool: which rows use the rescaled RoPE."""
     boundaries: Sequence[Sequence[int]]
@@ -80,7 +78,7 @@ class MixedWindowModel(nn.Module):
 
     def _piece_loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         logits = head_logits(self.model, hidden[None])[0]
-        return F.cross_entropy(logits.float(), labels, reduction="sum", ignore_index=IGNORED)
+        return F.cross_entropy(logits.float(), labels, reduction="sum", ignore_index=IGNORED_LABEL)
 
 
 @contextmanager
