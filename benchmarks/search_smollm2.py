@@ -50,6 +50,7 @@ def main() -> None:
         config = SearchConfig(
             target_length=options.target_length,
             books=options.books,
+            compiled=True,
             evolution=EvolutionConfig(iterations=options.iterations, race=race),
         )
         with world() as here:

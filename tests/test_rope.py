@@ -34,6 +34,10 @@ def test_critical_dimensions_of_known_models(spec, raw, critical, raw_ten, ten):
     assert (spec.critical_dimension, spec.ten_period_dimension) == (critical, ten)
 
 
+def test_middle_dimension_leaves_something_to_its_right():
+    assert RopeSpec(rotary_dim=64, theta=2.0, original_length=256).middle_dimension == 31
+
+
 def test_middle_dimension_is_what_the_paper_found():
     assert (PHI3.middle_dimension, LLAMA3.middle_dimension) == (25, 30)
 

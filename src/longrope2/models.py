@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from longrope2.errors import ModelError
 from longrope2.factors import RescaleFactors
-from longrope2.families import RopeReading, read_config
+from longrope2.families import RopeReading, accept_mscales, read_config
 from longrope2.files import package_versions
 from longrope2.gguf_model import GGUFModel
 from longrope2.methods import rescale
@@ -86,6 +86,7 @@ class LoadedModel:
 
 def describe(name: str | Path, *, original_length: int | None = None) -> ModelInfo:
     """Read a model's configuration: a folder, a .gguf file, a hub id (owner/name[@revision]), or `tiny`."""
+    accept_mscales()
     name = str(name)
     if name == TINY and not Path(name).exists():
         location: Path | str = ASSETS / TINY
@@ -178,8 +179,14 @@ def _load_weights(info: ModelInfo, dtype: "torch.dtype", tensor_parallel: int) -
         _require_safetensors(Path(source))
     placement: dict[str, Any] = {}
     if tensor_parallel > 1:
+        import torch.distributed as dist
         from transformers.distributed.configuration_utils import DistributedConfig
 
+        if dist.get_world_size() != tensor_parallel:
+            raise ModelError(
+                f"transformers spreads a model over all of {dist.get_world_size()} processes, not over {tensor_parallel}",
+                hint=f"start with --nproc-per-node {tensor_parallel}",
+            )
         placement = {"distributed_config": DistributedConfig(tp_size=tensor_parallel)}
     try:
         return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, use_safetensors=True, **placement, **options)

@@ -108,7 +108,7 @@ def scoring(
         if compiled:
             # The last layer runs in two passes and stays as it is.
             for layer in _layers(model)[:-1]:
-                stack.enter_context(_compiled(layer))
+                stack.enter_context(compiled_layer(layer))
         yield Scorer(model, rotary, objective)
 
 
@@ -138,7 +138,8 @@ def _mlp_in_pieces(layer: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _compiled(layer: Any) -> Iterator[None]:
+def compiled_layer(layer: Any) -> Iterator[None]:
+    """Compile a layer inside the block."""
     layer.compile(dynamic=False)
     try:
         yield

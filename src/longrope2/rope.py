@@ -77,7 +77,8 @@ class RopeSpec:
 
         For Phi-3-mini and LLaMA-3-8B it is 25 and 30, the very dimensions that the paper's search found.
         """
-        return math.ceil((self.ten_period_dimension + self.critical_dimension) / 2)
+        middle = math.ceil((self.ten_period_dimension + self.critical_dimension) / 2)
+        return min(middle, self.num_dims - 1)
 
     def extension_ratio(self, target_length: int) -> float:
         """s = L/L_train; it may be fractional."""

@@ -282,8 +282,8 @@ def test_the_finalists_and_the_result_are_scored_on_every_document(race):
     before = Scores(len(landscape), {key: dict(found) for key, found in outcome.scores.table.items()})
     for key, document in landscape.last_batch:
         del before.table[key][document]
-    finalists = before.ranking()[:8]
-    assert FINALISTS == len(finalists) == 8
+    finalists = before.ranking()[:FINALISTS]
+    assert len(finalists) == FINALISTS
     assert all(outcome.scores.is_complete(key) for key in finalists)
     assert {key for key, _ in landscape.last_batch} <= set(finalists)
     for document in range(12):

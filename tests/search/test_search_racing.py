@@ -114,14 +114,15 @@ def test_without_as_many_complete_candidates_as_parents_nobody_is_dropped():
     assert len(asked.asked) == 15
 
 
-def test_the_best_on_the_first_document_becomes_the_first_reference():
-    rows = {"a": [5.0, 1.0, 1.0], "b": [4.0, 9.0, 9.0], "c": [6.0, 0.0, 0.0]}
+def test_scouts_find_the_telling_document_and_the_leaders_on_it_are_completed():
+    rows = {f"g{i}": [5.0, 5.0 + 0.1 * i, 20.0 - i] for i in range(9)}
     scores, asked = run(rows, mode="statistical", order=[0, 2, 1])
-    assert asked.asked[:3] == [("a", 0), ("b", 0), ("c", 0)]
-    assert asked.asked[3:5] == [("b", 2), ("b", 1)]
-    # The others turn out better where it matters, and are seen to the end.
-    assert scores.is_complete("a")
-    assert scores.best() == "c"
+    scouts = [(f"g{i}", document) for i in (0, 3, 6) for document in (0, 2, 1)]
+    assert asked.asked[:9] == scouts
+    # The last document tells most: everybody goes there next, and its two best are scored on all.
+    assert asked.asked[9:15] == [(f"g{i}", 2) for i in (1, 2, 4, 5, 7, 8)]
+    assert set(asked.asked[15:19]) == {(f"g{i}", document) for i in (7, 8) for document in (0, 1)}
+    assert scores.best() == "g8"
 
 
 @settings(max_examples=100, deadline=None)
@@ -135,11 +136,12 @@ def test_without_spread_between_documents_one_document_is_enough(base, offsets):
     rows = {f"g{i}": [v + float(offset) for v in base] for i, offset in enumerate(offsets)}
     scores, asked = run(rows, mode="statistical", num_parents=9, scores=known(earlier))
     assert len(asked.asked) == len(rows)
+    scales = scores.scales("best")
+    assert scales == pytest.approx([1.0] * len(base))
     for key, row in rows.items():
-        assert scores.estimate(key, "best") == pytest.approx(sum(row))
-    assert [scores.estimate(key, "best") for key in scores.ranking()] == sorted(
-        scores.estimate(key, "best") for key in scores.table
-    )
+        assert scores.estimate(key, "best", scales) == pytest.approx(sum(row))
+    estimates = [scores.estimate(key, "best", scales) for key in scores.ranking()]
+    assert estimates == sorted(estimates)
 
 
 def test_without_a_known_spread_nobody_is_judged_by_one_document():
@@ -149,10 +151,17 @@ def test_without_a_known_spread_nobody_is_judged_by_one_document():
     assert {key: len(found) for key, found in scores.table.items()} == {"reference": 4, "a": 2, "b": 2}
 
 
-def test_the_second_leader_shows_the_spread_before_anybody_is_judged():
-    rows = {"reference": [1.0, 1.0, 1.0, 1.0], "a": [2.0, 2.0, 2.0, 2.0], "b": [3.0, 3.0, 3.0, 3.0]}
-    scores, _ = run(rows, mode="statistical", num_parents=9)
-    assert {key: len(found) for key, found in scores.table.items()} == {"reference": 4, "a": 4, "b": 1}
+def test_whoever_differs_in_proportion_is_known_by_one_document():
+    """Documents that tell more tell more about everybody: one of them is enough."""
+    base, weights = [9.0, 8.0, 7.0, 6.0], [0.5, 4.0, 1.0, 2.5]
+    earlier = {"best": base, "other": [b + 3 * w for b, w in zip(base, weights, strict=True)]}
+    rows = {f"g{i}": [b + i * w for b, w in zip(base, weights, strict=True)] for i in range(1, 6)}
+    scores, asked = run(rows, mode="statistical", num_parents=99, scores=known(earlier))
+    assert asked.asked == [(key, 1) for key in rows]
+    scales = scores.scales("best")
+    assert scales == pytest.approx([w / 2 for w in weights])
+    for key, row in rows.items():
+        assert scores.estimate(key, "best", scales) == pytest.approx(sum(row))
 
 
 @settings(max_examples=200, deadline=None)
@@ -190,7 +199,7 @@ def test_a_reference_that_overflows_is_no_measure(confidence):
         )
         assert scores.is_complete("finite")
         assert scores.ranking()[0] == "finite"
-        assert scores.estimate("half", "broken") == math.inf
+        assert scores.estimate("half", "broken", scores.scales("broken")) == math.inf
 
 
 @pytest.mark.parametrize("mode", ["exact", "statistical"])
@@ -221,28 +230,39 @@ def test_the_spread_is_pooled_over_the_nearest_candidates_as_computed_by_numpy()
     rows = {f"g{i}": list(rng.uniform(0, 1, 6) + 0.1 * i) for i in range(30)}
     scores = known(rows)
     reference = scores.best()
+    apart = {k: np.subtract(row, rows[reference]) for k, row in rows.items()}
+    scales = sum(np.abs(row) for row in apart.values())
+    scales /= scales.mean()
+    assert scores.scales(reference) == pytest.approx(list(scales))
     scores.add("new", 2, rows[reference][2] + 1.1)
-    difference = {k: np.subtract(row, rows[reference]) for k, row in rows.items() if k != reference}
-    nearest = sorted(difference, key=lambda key: abs(difference[key].mean() - 1.1))[:16]
-    expected = math.sqrt(np.mean([difference[key].var(ddof=1) for key in nearest]))
+    slope = 1.1 / scales[2]
+    fits = {k: np.linalg.lstsq(scales[:, None], row, rcond=None) for k, row in apart.items() if k != reference}
+    nearest = sorted(fits, key=lambda key: abs(fits[key][0][0] - slope))[:16]
+    expected = math.sqrt(sum(fits[key][1][0] for key in nearest) / (5 * 16))
     race = Race(mode="statistical", num_parents=99)
-    assert race._spread("new", reference, scores) == pytest.approx(expected)
-    # The verdict is that of a normal interval for the mean of a finite population.
-    error = expected * 6 * math.sqrt(1 / 1 - 1 / 6)
-    for confidence in (0.5 * 6.6 / error, 0.99 * 6.6 / error, 1.01 * 6.6 / error):
+    slopes = race._slopes(reference, scores, scales)
+    assert race._spread(slope, slopes) == pytest.approx(expected)
+    # The verdict is that of a normal interval for a sum that is predicted by a line through the origin.
+    others = scales.sum() - scales[2]
+    estimate = scores.estimate("new", reference, scales)
+    assert estimate == pytest.approx(scores.total(reference) + 1.1 + slope * others)
+    error = expected * math.sqrt(5 + (others / scales[2]) ** 2)
+    gap = estimate - scores.total(reference)
+    for confidence in (0.5 * gap / error, 0.99 * gap / error, 1.01 * gap / error):
         verdict = Race(mode="statistical", num_parents=99, confidence=confidence)
-        assert verdict._may_be_best("new", reference, scores) == (confidence * error > 6.6)
+        assert verdict._may_be_best("new", reference, scores, scales, slopes) == (confidence * error > gap)
 
 
-def test_estimates_are_exact_for_the_complete_and_extrapolate_differences_for_others():
+def test_estimates_are_exact_for_the_complete_and_in_proportion_for_others():
     scores = known({"r": [1.0, 2.0, 30.0], "x": [7.0, 7.0, 7.0]})
-    assert scores.estimate("x", "r") == 21.0
-    assert scores.estimate("r", "x") == 33.0
+    even, uneven = [1.0, 1.0, 1.0], [0.5, 0.5, 2.0]
+    assert scores.estimate("x", "r", even) == 21.0
+    assert scores.estimate("r", "x", even) == 33.0
     scores.add("y", 2, 33.0)  # three more than the reference on a hard document, so three more on each
-    assert scores.estimate("y", "r") == pytest.approx(33.0 + 9.0)
+    assert scores.estimate("y", "r", even) == pytest.approx(33.0 + 9.0)
+    assert scores.estimate("y", "r", uneven) == pytest.approx(33.0 + 3.0 + 0.75 + 0.75)
     scores.add("y", 0, 2.0)
-    assert scores.estimate("y", "r") == pytest.approx(33.0 + 3 * 2.0)
-    assert scores.differences("y", "r") == pytest.approx([3.0, 1.0])
+    assert scores.estimate("y", "r", even) == pytest.approx(33.0 + 3 * 2.0)
 
 
 def test_the_best_is_complete_and_ties_go_to_the_first():

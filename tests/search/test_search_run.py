@@ -184,7 +184,7 @@ def test_a_search_writes_factors_history_summary_and_figures(reference, tiny):
     assert factors.provenance["model"] == "tiny"
     assert factors.provenance["versions"]["torch"] == torch.__version__
     assert factors.provenance["config"]["evolution"] == {
-        **SCHEDULE, "race": "statistical", "race_confidence": 0.5, "seed": 0
+        **SCHEDULE, "race": "statistical", "race_confidence": 1.0, "seed": 0
     }  # fmt: skip
     summary = result(reference)
     assert summary["config"] == factors.provenance["config"]
@@ -242,6 +242,21 @@ def test_perplexities_are_those_of_transformers(reference, tiny, needles):
         )
         expected = perplexity_by_full_logits(model.eval(), needles)
         assert summary["closed_form_perplexity"][name] == pytest.approx(expected, rel=2e-3)
+
+
+def test_held_out_documents_are_others_and_scored_by_the_same_rule(tiny, books, tmp_path, monkeypatch, capsys):
+    options = ["--target-length", 320, *SMALLEST, "--iterations", 0, "--books", books, "--held-out", 2]
+    code, table, error = command_line(monkeypatch, capsys, "search", "tiny", *options, "-o", tmp_path)
+    assert code == 0, error
+    unseen = make_needles(tiny.tokenizer, read_books(books), length=320, count=2, seed=1_000_000)
+    searched = make_needles(tiny.tokenizer, read_books(books), length=320, count=1, seed=0)
+    assert not {d.key for d in unseen} & {d.key for d in searched}
+    found = result(tmp_path)["held_out_perplexity"]
+    assert set(found) == {"searched", *METHODS} - {"longrope2"}
+    with rescaled(tiny.model, RescaleFactors.load(tmp_path / "factors.json"), long_rows=True):
+        assert found["searched"] == pytest.approx(perplexity_by_full_logits(tiny.model, unseen), rel=1e-4)
+    assert "held out" in table
+    assert f"{found['yarn']:.4f}" in table
 
 
 def test_the_table_is_data_and_the_rest_is_talk(reference):

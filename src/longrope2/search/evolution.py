@@ -14,7 +14,7 @@ from longrope2.search.space import Genome, SearchSpace
 
 ATTEMPTS = 200
 """Draws for a child that was not seen before; a small space may be exhausted."""
-FINALISTS = 8
+FINALISTS = 4
 """How many of the best are scored on every document at the end, however they raced; so are closed forms."""
 
 
@@ -28,7 +28,7 @@ class EvolutionConfig:
     mutations: int = 16
     crossovers: int = 16
     race: Mode = "statistical"
-    race_confidence: float = 0.5
+    race_confidence: float = 1.0
     seed: int = 0
 
     def problems(self) -> list[str]:
@@ -96,7 +96,7 @@ def evolve(
                 fresh.append(key)
                 if journal is not None:
                     journal.note("candidate", key, iteration=iteration, genome=genome.to_json())
-        # Another order each time, so that no document decides alone whom racing drops.
+        # Another order each time: it decides between documents that tell candidates apart equally well.
         order = [int(document) for document in rng.permutation(num_documents)]
         race.run(fresh, scores, order, score)
         if iteration == config.iterations:

@@ -1,7 +1,8 @@
 """Racing: stop scoring a candidate as soon as more documents cannot, or very probably cannot, matter.
 
-Documents differ far more from one another than candidates do on one document, so a candidate is compared with a
-reference (the best one known, scored on all documents) on the documents both have seen. Three modes:
+A candidate is compared with a reference (the best one known, scored on all documents) on the documents both have seen.
+Some documents tell candidates apart far better than others, so those come first, and what a candidate would have on
+the others is estimated in proportion. Three modes:
 
 `off`          every candidate is scored on every document: the paper's schedule.
 `exact`        dropped once its sum alone exceeds what the last parent has on all documents: certain, as NLL ≥ 0.
@@ -20,6 +21,10 @@ Task = tuple[str, int]
 
 NEIGHBOURS = 16
 """How many similar candidates tell how much a difference varies between documents."""
+SCOUTS = 3
+"""How many of the first candidates find out which documents tell most."""
+LEAST_SCALE = 0.1
+"""No document is thought to tell less than this, however few candidates have seen it."""
 
 
 @dataclass
@@ -46,25 +51,39 @@ class Scores:
         complete = [key for key in self.table if self.is_complete(key)]
         return min(complete, key=self.total, default=None)
 
-    def differences(self, key: str, reference: str) -> list[float]:
-        """A candidate's NLL less the reference's, for each document it has seen."""
-        baseline = self.table[reference]
-        return [nll - baseline[document] for document, nll in self.table[key].items()]
+    def scales(self, reference: str) -> list[float]:
+        """How far complete candidates lie from the reference on each document, relative to the average document."""
+        own = self.table[reference]
+        others = [row for key, row in self.table.items() if self.is_complete(key) and math.isfinite(self.total(key))]
+        apart = [sum(abs(row[document] - own[document]) for row in others) for document in range(self.num_documents)]
+        mean = sum(apart) / self.num_documents
+        if not 0 < mean < math.inf:
+            return [1.0] * self.num_documents
+        return [max(value / mean, LEAST_SCALE) for value in apart]
 
-    def estimate(self, key: str, reference: str) -> float:
+    def slope(self, key: str, reference: str, scales: Sequence[float]) -> float:
+        """How far a candidate lies from the reference, in units of the scales: least squares over what it has seen."""
+        own, row = self.table[reference], self.table[key]
+        seen = sum(scales[document] ** 2 for document in row)
+        return sum(scales[document] * (nll - own[document]) for document, nll in row.items()) / seen
+
+    def estimate(self, key: str, reference: str, scales: Sequence[float]) -> float:
         """The total a candidate would have on all documents, judged by those it has seen."""
+        row, own = self.table[key], self.table[reference]
         if self.is_complete(key):
             return self.total(key)
         if math.isinf(self.total(reference)):  # nothing to compare with: its own documents must do
-            return self.num_documents * self.total(key) / len(self.table[key])
-        differences = self.differences(key, reference)
-        return self.total(reference) + self.num_documents * sum(differences) / len(differences)
+            return self.num_documents * self.total(key) / len(row)
+        slope = self.slope(key, reference, scales)
+        unseen = [document for document in range(self.num_documents) if document not in row]
+        return self.total(key) + sum(max(own[document] + slope * scales[document], 0.0) for document in unseen)
 
     def ranking(self) -> list[str]:
         """All candidates, best first."""
         reference = self.best()
         assert reference is not None
-        return sorted(self.table, key=lambda key: self.estimate(key, reference))
+        scales = self.scales(reference)
+        return sorted(self.table, key=lambda key: self.estimate(key, reference, scales))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +92,7 @@ class Race:
 
     mode: Mode
     num_parents: int
-    confidence: float = 0.5
+    confidence: float = 1.0
     """How many standard errors below its estimate a candidate is still thought possible to end."""
 
     def run(
@@ -83,37 +102,43 @@ class Race:
         order: Sequence[int],
         evaluate: Callable[[Sequence[Task]], Sequence[float]],
     ) -> None:
-        """Score candidates on documents in the given order until each one is settled."""
-        running = list(candidates)
-        if scores.best() is None and self.mode != "off":
-            self._find_reference(running, scores, order, evaluate)
-        for document in order:
-            tasks = [(key, document) for key in running if document not in scores.table.get(key, {})]
-            for (key, _), nll in zip(tasks, evaluate(tasks), strict=True):
+        """Score candidates until each one is settled; `order` decides where no document is known to tell more."""
+
+        def score(tasks: Sequence[Task]) -> None:
+            missing = [(key, document) for key, document in tasks if document not in scores.table.get(key, {})]
+            for (key, document), nll in zip(missing, evaluate(missing), strict=True):
                 scores.add(key, document, nll)
+
+        running = list(candidates)
+        if self.mode != "off":
+            order = self._telling_first(running, scores, order, score)
+        for document in order:
+            score([(key, document) for key in running])
             if self.mode != "off":
                 running = self._still_open(running, scores)
 
     @staticmethod
-    def _find_reference(
-        candidates: list[str],
-        scores: Scores,
-        order: Sequence[int],
-        evaluate: Callable[[Sequence[Task]], Sequence[float]],
-    ) -> None:
-        """With nothing to compare with yet, the best two on the first document are scored on all of them.
+    def _telling_first(
+        candidates: Sequence[str], scores: Scores, order: Sequence[int], score: Callable[[Sequence[Task]], None]
+    ) -> list[int]:
+        """The documents by how well they tell candidates apart.
 
-        The best is the first reference; how much the second differs from it on each document is the first sign of
-        how far one document can be trusted.
+        With nothing known yet, a few scouts are scored on all documents to find out, and the best two on the first
+        document follow, so that there is a good reference before anyone is stopped.
         """
-
-        def score(tasks: list[Task]) -> None:
-            for (key, document), nll in zip(tasks, evaluate(tasks), strict=True):
-                scores.add(key, document, nll)
-
-        score([(key, order[0]) for key in candidates])
-        leaders = sorted(candidates, key=scores.total)[:2]
-        score([(key, document) for key in leaders for document in order[1:]])
+        is_first = scores.best() is None
+        if is_first:
+            scouts = candidates[:: max(len(candidates) // SCOUTS, 1)][:SCOUTS]
+            score([(key, document) for key in scouts for document in order])
+        reference = scores.best()
+        assert reference is not None
+        scales = scores.scales(reference)
+        order = sorted(order, key=lambda document: -scales[document])
+        if is_first:
+            score([(key, order[0]) for key in candidates])
+            leaders = sorted(candidates, key=lambda key: scores.table[key][order[0]])[:2]
+            score([(key, document) for key in leaders for document in order])
+        return order
 
     def _still_open(self, running: list[str], scores: Scores) -> list[str]:
         limit = self._entry_limit(scores)
@@ -122,38 +147,53 @@ class Race:
             return possible
         reference = scores.best()
         assert reference is not None
-        return [key for key in possible if self._may_be_best(key, reference, scores)]
+        scales = scores.scales(reference)
+        slopes = self._slopes(reference, scores, scales)
+        return [key for key in possible if self._may_be_best(key, reference, scores, scales, slopes)]
 
     def _entry_limit(self, scores: Scores) -> float:
         """The total of the last parent among complete candidates: whoever has more already stays out."""
         totals = sorted(scores.total(key) for key in scores.table if scores.is_complete(key))
         return totals[self.num_parents - 1] if len(totals) >= self.num_parents else math.inf
 
-    def _may_be_best(self, key: str, reference: str, scores: Scores) -> bool:
-        seen, n = len(scores.table[key]), scores.num_documents
-        estimate = scores.estimate(key, reference)
+    def _may_be_best(
+        self,
+        key: str,
+        reference: str,
+        scores: Scores,
+        scales: Sequence[float],
+        slopes: Sequence[tuple[float, float, int]],
+    ) -> bool:
+        estimate = scores.estimate(key, reference, scales)
         if math.isinf(estimate):
             return False
         margin = 0.0
         if self.confidence:  # zero times an unknown, infinite spread is no number
-            # The error of predicting the mean of n documents from `seen` of them, as a total.
-            error = self._spread(key, reference, scores) * n * math.sqrt(1 / seen - 1 / n)
-            margin = self.confidence * error
+            row = scores.table[key]
+            unseen = [document for document in range(scores.num_documents) if document not in row]
+            # What unseen documents may differ by themselves, and through an error of the slope all together.
+            own = len(unseen)
+            shared = sum(scales[d] for d in unseen) ** 2 / sum(scales[d] ** 2 for d in row)
+            spread = self._spread(scores.slope(key, reference, scales), slopes)
+            margin = self.confidence * spread * math.sqrt(own + shared)
         return estimate - margin < scores.total(reference)
 
-    def _spread(self, key: str, reference: str, scores: Scores) -> float:
-        """The standard deviation of differences between documents, pooled over similar candidates."""
-        own = scores.differences(key, reference)
-        level = sum(own) / len(own)
-        others = []
-        for other in scores.table:
-            if other == reference or len(scores.table[other]) < 2:
+    @staticmethod
+    def _slopes(reference: str, scores: Scores, scales: Sequence[float]) -> list[tuple[float, float, int]]:
+        """For each candidate with two documents or more: slope, squared residuals, degrees of freedom."""
+        own, found = scores.table[reference], []
+        for key, row in scores.table.items():
+            if key == reference or len(row) < 2:
                 continue
-            differences = scores.differences(other, reference)
-            mean = sum(differences) / len(differences)
-            if math.isfinite(mean):
-                others.append((abs(mean - level), sum((d - mean) ** 2 for d in differences), len(differences) - 1))
-        others.sort()
-        squares = sum(square for _, square, _ in others[:NEIGHBOURS])
-        freedom = sum(degrees for _, _, degrees in others[:NEIGHBOURS])
-        return math.sqrt(squares / freedom) if freedom else math.inf
+            slope = scores.slope(key, reference, scales)
+            if math.isfinite(slope):
+                residuals = [nll - own[document] - slope * scales[document] for document, nll in row.items()]
+                found.append((slope, sum(residual**2 for residual in residuals), len(row) - 1))
+        return found
+
+    @staticmethod
+    def _spread(slope: float, slopes: Sequence[tuple[float, float, int]]) -> float:
+        """The standard deviation around the proportion, pooled over candidates of a similar slope."""
+        near = sorted(slopes, key=lambda other: abs(other[0] - slope))[:NEIGHBOURS]
+        freedom = sum(degrees for _, _, degrees in near)
+        return math.sqrt(sum(squares for _, squares, _ in near) / freedom) if freedom else math.inf

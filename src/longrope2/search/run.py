@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from longrope2 import __version__
 from longrope2.books import read_books
 from longrope2.console import ProgressLine, say, show_json, show_table, warn
 from longrope2.distributed import World, world
-from longrope2.errors import LongRopeError, MissingExtraError, all_problems
+from longrope2.errors import LongRopeError, MissingExtraError, all_problems, below_minimum
 from longrope2.factors import RescaleFactors
 from longrope2.figures import draw_convergence, draw_factors
 from longrope2.files import package_versions, write_json
@@ -30,6 +30,8 @@ from longrope2.search.space import Genome, SearchSpace, default_attention_factor
 
 WINDOW_FRACTIONS = (0.25, 0.5, 1.0)
 """Where the base model is tried within its own window before anything is searched."""
+HELD_OUT_SEED = 1_000_000
+"""How far the seed of held-out documents lies from that of the searched ones."""
 FAILING_NLL = 1.0
 """Nats per answer token above which a model does not retrieve."""
 
@@ -40,6 +42,8 @@ class SearchConfig:
 
     target_length: int
     documents: int = 10
+    held_out: int = 0
+    """Other documents, on which the winner and every closed form are scored at the end."""
     books: str | None = None
     """Where books come from; None means the package's held-out ones."""
     depth: float = 0.0
@@ -54,13 +58,13 @@ class SearchConfig:
     mutation_probability: float = 0.3
     attention_factor: float | None = None
     """None: 1 for longrope2, which names none; √(1 + ln s/ln L_train) for longrope."""
+    compiled: bool = False
+    """Fuse what stands between matrix products: for long searches on a GPU."""
     evolution: EvolutionConfig = field(default_factory=EvolutionConfig)
 
     def problems(self) -> list[str]:
         """What is wrong with it, in words."""
-        found = self.evolution.problems()
-        if self.documents < 1:
-            found.append(f"documents must be at least 1, got {self.documents}")
+        found = self.evolution.problems() + below_minimum(self, documents=1, held_out=0)
         if not 0 <= self.depth <= 1:
             found.append(f"depth must lie between 0 and 1, got {self.depth}")
         if not 0 < self.mutation_probability <= 1:
@@ -103,23 +107,30 @@ def search(loaded: LoadedModel, config: SearchConfig, output: Path | None, here:
         attention_factor=config.attention_factor or default_attention_factor(config.method, spec, config.target_length),
     )
     say_here = say if here.is_main else _quiet
-    documents = needle_documents(loaded, config, config.target_length, note=say_here)
+    searched = needle_documents(loaded, config, config.target_length, note=say_here)
+    held_out = _held_out_documents(loaded, config, note=say_here)
+    documents = searched + held_out
     header = _header(loaded, config, documents)
     journal = Journal(output / "history.jsonl" if output and here.is_main else None, header)
     journal.known = here.gather(journal.known)[0]
     if journal.resumed:
         say_here(f"resuming: {journal.resumed:,} evaluations found in {output}")
-    tokens = sum(_scored_tokens(document, config.objective) for document in documents)
+    tokens, held_out_tokens = (
+        sum(_scored_tokens(document, config.objective) for document in part) for part in (searched, held_out)
+    )
     started = time.monotonic()
     try:
         with scoring(loaded.model, baseline, objective=config.objective) as scorer:
             # The whole first group: processes that share a model can only run it together.
             window = _try_own_window(loaded, config, scorer, baseline, here) if here.rank == 0 else []
+        with scoring(loaded.model, baseline, objective=config.objective, compiled=config.compiled) as scorer:
             evaluate = _evaluator(scorer, space, documents, journal, here)
             reporter = _Reporter(config.evolution.iterations, tokens, output) if here.is_main else _quiet
-            outcome = evolve(space, config.evolution, len(documents), evaluate, journal=journal, report=reporter)
+            outcome = evolve(space, config.evolution, len(searched), evaluate, journal=journal, report=reporter)
             say_here("scoring closed-form methods on the same documents")
-            methods = _closed_forms(space, len(documents), evaluate)
+            forms = {name: space.closed_form(name) for name in METHODS if name != "longrope2"}
+            methods = _totals(forms, range(len(searched)), evaluate)
+            unseen = _totals({"searched": outcome.best, **forms}, range(len(searched), len(documents)), evaluate)
     except torch.OutOfMemoryError as error:
         raise LongRopeError(
             f"out of memory at {config.target_length:,} tokens ({loaded.model.dtype} on {loaded.model.device})",
@@ -145,6 +156,9 @@ def search(loaded: LoadedModel, config: SearchConfig, output: Path | None, here:
             "scored_tokens": tokens,
             "own_window": window,
             "closed_form_perplexity": {name: _perplexity(nll, tokens) for name, nll in methods.items()},
+            "held_out_perplexity": {name: _perplexity(nll, held_out_tokens) for name, nll in unseen.items()}
+            if held_out
+            else None,
             "convergence": [_convergence(progress, tokens) for progress in outcome.history],
             "document_evaluations": outcome.history[-1].evaluations,
             "exhaustive_evaluations": outcome.history[-1].exhaustive_evaluations,
@@ -199,17 +213,19 @@ def _show(output: Path, factors: RescaleFactors, *, as_json: bool) -> None:
         show_json(result)
         return
     rows = sorted(result["closed_form_perplexity"].items(), key=lambda row: row[1] or math.inf)
+    unseen = result["held_out_perplexity"]
     show_table(
         f"{result['config']['objective']} perplexity at {factors.target_length:,} tokens, "
         f"{result['config']['documents']} documents",
-        ["method", "perplexity", "d_rcd"],
+        ["method", "perplexity", "d_rcd", *(["held out"] if unseen else [])],
         [
             [
                 f"{factors.method} (searched)",
                 _shown(result["perplexity"]),
                 f"{factors.critical_dimension or '-'}",
+                *([_shown(unseen["searched"])] if unseen else []),
             ],
-            *([name, _shown(value), "-"] for name, value in rows),
+            *([name, _shown(value), "-", *([_shown(unseen[name])] if unseen else [])] for name, value in rows),
         ],
         caption=f"{result['document_evaluations']:,} document evaluations of "
         f"{result['exhaustive_evaluations']:,} without racing; factors in {output / 'factors.json'}",
@@ -222,6 +238,7 @@ def needle_documents(
     length: int,
     *,
     count: int | None = None,
+    seed: int | None = None,
     note: Callable[[str], None],
 ) -> list[NeedleDocument]:
     """The documents of a search, which depend on the tokenizer, the books and the seed alone."""
@@ -230,10 +247,20 @@ def needle_documents(
         read_books(config.books, held_out=True),
         length=length,
         count=count or config.documents,
-        seed=config.evolution.seed,
+        seed=config.evolution.seed if seed is None else seed,
         depth=config.depth,
         note=note,
     )
+
+
+def _held_out_documents(
+    loaded: LoadedModel, config: SearchConfig, *, note: Callable[[str], None]
+) -> list[NeedleDocument]:
+    """Other keys, values and places in the books than the searched documents have."""
+    if not config.held_out:
+        return []
+    seed = config.evolution.seed + HELD_OUT_SEED
+    return needle_documents(loaded, config, config.target_length, count=config.held_out, seed=seed, note=note)
 
 
 def _header(loaded: LoadedModel, config: SearchConfig, documents: Sequence[NeedleDocument]) -> dict[str, Any]:
@@ -312,16 +339,14 @@ def _evaluator(
     return evaluate
 
 
-def _closed_forms(
-    space: SearchSpace,
-    num_documents: int,
+def _totals(
+    genomes: Mapping[str, Genome],
+    documents: Sequence[int],
     evaluate: Callable[[Sequence[tuple[Genome, int]]], Sequence[float]],
 ) -> dict[str, float]:
-    """Every closed-form method on the same documents, for comparison."""
-    names = [name for name in METHODS if name != "longrope2"]
-    tasks = [(space.closed_form(name), document) for name in names for document in range(num_documents)]
-    nlls = evaluate(tasks)
-    return {name: sum(nlls[i * num_documents : (i + 1) * num_documents]) for i, name in enumerate(names)}
+    """The NLL of each over some documents."""
+    nlls = iter(evaluate([(genome, document) for genome in genomes.values() for document in documents]))
+    return {name: sum(next(nlls) for _ in documents) for name in genomes}
 
 
 class _Reporter:

@@ -1,0 +1,109 @@
+"""Append-only JSON lines that survive a kill: a header that says whose they are, then one entry a line."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from longrope2.errors import LongRopeError, all_problems
+
+
+class JournalError(LongRopeError):
+    """The journal on disk is damaged or belongs to another job."""
+
+
+class JournalFile:
+    """The file of a job that resumes by running again: what is known is answered from it, the rest computed.
+
+    With no path nothing is kept.
+    """
+
+    def __init__(
+        self,
+        path: Path | None,
+        header: dict[str, Any],
+        *,
+        job: str,
+        verb: str,
+        take: Callable[[dict[str, Any]], None],
+    ) -> None:
+        """Open or create it; `take` gets each entry found, and may raise KeyError, TypeError or ValueError.
+
+        `job` and `verb` say in messages what the journal belongs to and how to begin another one.
+        """
+        self._file = None
+        self._job, self._verb = job, verb
+        if path is None:
+            return
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.exists() and path.stat().st_size:
+                self._read(path, header, take)
+            # Line-buffered: each line is handed to the system at once and survives a kill.
+            self._file = path.open("a", encoding="utf-8", buffering=1)
+        except OSError as error:
+            raise JournalError(f"{path}: cannot be read or written ({error.strerror})") from error
+        if path.stat().st_size == 0:
+            self.append({"type": "header", **header})
+
+    def append(self, entry: dict[str, Any]) -> None:
+        """Write a line."""
+        if self._file is not None:
+            self._file.write(json.dumps(entry, ensure_ascii=False, allow_nan=False) + "\n")
+
+    def sync(self) -> None:
+        """Make sure that everything is on disk, where it survives a power cut too."""
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Sync, and write no more."""
+        self.sync()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _read(self, path: Path, header: dict[str, Any], take: Callable[[dict[str, Any]], None]) -> None:
+        content = path.read_bytes()
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):  # a kill in the middle of a write: that line was never finished
+            with path.open("r+b") as file:
+                file.truncate(whole)
+        # By the line feed alone: a name in the header may hold other characters that Python ends lines at.
+        for number, line in enumerate(content[:whole].split(b"\n")[:-1], 1):
+            try:
+                entry = json.loads(line.decode("utf-8"))
+                kind = entry["type"]
+                if number == 1:
+                    self._check_header(path, entry, header)
+                elif isinstance(kind, str):
+                    take(entry)
+            except (KeyError, TypeError, ValueError) as error:  # also what is no JSON or no UTF-8
+                raise JournalError(
+                    f"{path}: line {number} is damaged",
+                    hint=f"delete that line (it will be computed again), or {self._verb} into another folder",
+                ) from error
+
+    def _check_header(self, path: Path, found: dict[str, Any], expected: dict[str, Any]) -> None:
+        expected = _flat(json.loads(json.dumps(expected)))
+        found = _flat({key: value for key, value in found.items() if key != "type"})
+        differences = [
+            f"{key}: {found.get(key)!r} on disk, {expected.get(key)!r} now"
+            for key in sorted(set(found) | set(expected))
+            if found.get(key) != expected.get(key)
+        ]
+        if differences:
+            raise JournalError(
+                all_problems(f"{path} belongs to another {self._job}", differences),
+                hint=f"{self._verb} into another folder, or delete this one",
+            )
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested tables as one, by dotted names, so that a difference can be named."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
