@@ -38,10 +38,18 @@ def commit() -> str:
 
 
 def report(
-    options: argparse.Namespace, *, name: str, value: float, unit: str, peer: str, peer_value: float, **more: Any
+    options: argparse.Namespace,
+    *,
+    name: str,
+    value: float,
+    unit: str,
+    peer: str,
+    peer_value: float,
+    more_is_better: bool = False,
+    **more: Any,
 ) -> None:
-    """Write results/benchmarks/<name>.json and print the line that matters."""
-    ratio = peer_value / value
+    """Write results/benchmarks/<name>.json and print the line that matters; a ratio above 1 is in our favour."""
+    ratio = value / peer_value if more_is_better else peer_value / value
     result = {
         "name": name,
         "value": value,

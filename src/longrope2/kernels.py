@@ -4,19 +4,24 @@ Shapes: B batch, H query heads, K key/value heads, Q queries, S keys, D head dim
 """
 
 import time
+import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, wraps
 from itertools import pairwise
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+P = ParamSpec("P")
+R = TypeVar("R")
 QUERY_BLOCK = 512
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -79,9 +84,27 @@ class Heads:
         return q.to(self.dtype), k.to(self.dtype), v.to(self.dtype)
 
 
-@lru_cache
-def choose_kernel(heads: Heads) -> Kernel:
-    """The fastest kernel that agrees with the reference on this device for these heads."""
+def aside(function: Callable[P, R]) -> Callable[P, R]:
+    """Run in a thread of its own, once for the same arguments.
+
+    What the caller has switched on is on for its thread: checkpointing records every operation, and what a trial of
+    kernels did the first time only would be missing when it runs again.
+    """
+
+    @wraps(function)
+    def run(*args: P.args, **options: P.kwargs) -> R:
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(function, *args, **options).result()
+
+    return cast(Callable[P, R], lru_cache(run))
+
+
+@aside
+def choose_kernel(heads: Heads, *, training: bool = False) -> Kernel:
+    """The fastest kernel that agrees with the reference on this device for these heads.
+
+    In training its gradients must agree, too, and their time counts.
+    """
     if heads.device.type != "cuda":
         return TORCH_KERNEL
     timed = []
@@ -89,29 +112,53 @@ def choose_kernel(heads: Heads) -> Kernel:
         if heads.num_heads == heads.num_kv_heads and not kernel.grouped:
             continue
         try:
-            if agrees(kernel, heads):
-                timed.append((_seconds(kernel, heads), kernel))
+            with warnings.catch_warnings(action="ignore"):  # torch warns of every kernel that it cannot use
+                if agrees(kernel, heads, training=training):
+                    timed.append((_seconds(kernel, heads, training=training), kernel))
         except RuntimeError:
             continue  # this build or chip does not have it
     return min(timed, key=lambda pair: pair[0])[1] if timed else TORCH_KERNEL
 
 
-def agrees(kernel: Kernel, heads: Heads) -> bool:
+def agrees(kernel: Kernel, heads: Heads, *, training: bool = False) -> bool:
     """Compare with float32 at an odd length: some kernels are wrong only at block edges or few KV heads."""
-    q, k, v = heads.random(length=1111)
     scale = heads.head_dim**-0.5
-    expected = reference_attention(q.float(), k.float(), v.float(), scale=scale)
-    error = (kernel(q, k, v, scale, is_causal=True).float() - expected).norm() / expected.norm()
-    return bool(error < (1e-2 if heads.dtype in (torch.bfloat16, torch.float16) else 1e-3))
+    return _same(
+        lambda q, k, v: kernel(q, k, v, scale, is_causal=True),
+        lambda q, k, v: reference_attention(q, k, v, scale=scale),
+        heads,
+        length=1111,
+        training=training,
+    )
 
 
-def _seconds(kernel: Kernel, heads: Heads) -> float:
-    q, k, v = heads.random(length=8192)
+def _same(attend: Attention, reference: Attention, heads: Heads, *, length: int, training: bool) -> bool:
+    """Whether a kernel's output, and in training its gradients, are those of the reference in float32."""
+    tensors = heads.random(length)
+    found = _results(attend, tensors, training=training)
+    expected = _results(reference, [x.float() for x in tensors], training=training)
+    tolerance = 1e-2 if heads.dtype in (torch.bfloat16, torch.float16) else 1e-3
+    errors = [(a.float() - b).norm() / b.norm() for a, b in zip(found, expected, strict=True)]
+    return all(bool(error < tolerance) for error in errors)
+
+
+def _results(attend: Attention, tensors: Sequence[Tensor], *, training: bool) -> list[Tensor]:
+    """What attention gives, with the gradients of its square's half in training."""
+    with torch.set_grad_enabled(training):
+        leaves = [x.detach().requires_grad_(training) for x in tensors]
+        output = attend(*leaves)
+    if not training:
+        return [output]
+    return [output.detach(), *torch.autograd.grad(output, leaves, output.detach())]
+
+
+def _seconds(kernel: Kernel, heads: Heads, *, training: bool) -> float:
+    tensors = heads.random(length=8192)
     times = []
     for _ in range(4):  # the first one warms up
         torch.cuda.synchronize(heads.device)
         start = time.perf_counter()
-        kernel(q, k, v, heads.head_dim**-0.5, is_causal=True)
+        _results(lambda q, k, v: kernel(q, k, v, heads.head_dim**-0.5, is_causal=True), tensors, training=training)
         torch.cuda.synchronize(heads.device)
         times.append(time.perf_counter() - start)
     return min(times[1:])
@@ -186,18 +233,22 @@ def varlen_attention(query: Tensor, key: Tensor, value: Tensor, ends: Sequence[i
     return output.transpose(0, 1)[None]
 
 
-@lru_cache
-def varlen_agrees(heads: Heads) -> bool:
+@aside
+def varlen_agrees(heads: Heads, *, training: bool = False) -> bool:
     """Whether torch has a kernel for packed documents here that gives what the reference gives."""
     ends, scale = (0, 129, 130, 700, 1111), heads.head_dim**-0.5
-    q, k, v = heads.random(length=ends[-1])
+
+    def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        pieces = [reference_attention(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], scale=scale) for a, b in pairwise(ends)]
+        return torch.cat(pieces, dim=2)
+
     try:
-        found = varlen_attention(q, k, v, ends, scale)
+        return _same(
+            lambda q, k, v: varlen_attention(q, k, v, ends, scale),
+            reference,
+            heads,
+            length=ends[-1],
+            training=training,
+        )
     except (ImportError, RuntimeError, TypeError):
         return False
-    pieces = [
-        reference_attention(q[:, :, a:b].float(), k[:, :, a:b].float(), v[:, :, a:b].float(), scale=scale)
-        for a, b in pairwise(ends)
-    ]
-    expected = torch.cat(pieces, dim=2)
-    return bool((found.float() - expected).norm() / expected.norm() < 1e-2)

@@ -3,11 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from conftest import family_model
 from longrope2 import perplexity
 from longrope2.data.loader import IGNORED_LABEL
-from longrope2.training.mixed import Batch, mixed_window
+from longrope2.training.mixed import ATTENTION_OPERATIONS, Batch, mixed_window
 from test_rotary import make_factors, through_transformers
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2"]
@@ -50,7 +51,7 @@ def assert_close(ours, theirs, tolerance=2e-4):
 
 @pytest.fixture
 def pieces_of_logits(monkeypatch):
-    monkeypatch.setattr("longrope2.training.mixed.LOGIT_ROWS", 20)
+    monkeypatch.setattr("longrope2.training.loss.LOGIT_ROWS", 20)
     assert perplexity.LOGIT_ROWS > 20
 
 
@@ -75,8 +76,8 @@ def test_rows_are_what_each_document_is_alone(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_gradients_are_those_of_documents_alone(family, checkpointing, pieces_of_logits):
+@pytest.mark.parametrize("recompute", [False, True])
+def test_gradients_are_those_of_documents_alone(family, recompute, pieces_of_logits):
     model = family_model(family)
     factors = make_factors(model, short=(1.0,) * len(make_factors(model).long))
     batch = mixed_batch()
@@ -94,16 +95,46 @@ def test_gradients_are_those_of_documents_alone(family, checkpointing, pieces_of
     long_loss.backward()
     expected_long = gradients(theirs)
 
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.train()
-    with mixed_window(model, factors) as mixed, mixed.rows_of(batch):
+    model.train()
+    with mixed_window(model, factors, recompute=recompute) as mixed, mixed.rows_of(batch):
         loss = mixed(batch)
         loss.backward()
     ours = gradients(model)
     assert loss.item() == pytest.approx((total + long_loss).item(), rel=1e-4)
     for name, gradient in ours.items():
         assert_close(gradient, expected[name] + expected_long[name], tolerance=1e-3)
+
+
+class Counter(TorchDispatchMode):
+    """Counts attention and matrix products that really run."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = {"attention": 0, "products": 0}
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.counts["attention"] += operation.name() in ATTENTION_OPERATIONS
+        self.counts["products"] += operation.name() in ("aten::mm", "aten::addmm")
+        return operation(*args, **(kwargs or {}))
+
+
+def test_recomputing_spares_attention():
+    counts = {}
+    for recompute in (False, True):
+        model = family_model("llama").train()
+        batch = mixed_batch()
+        with mixed_window(model, make_factors(model), recompute=recompute) as mixed, mixed.rows_of(batch):
+            loss = mixed(batch)
+            with Counter() as forward:
+                loss = mixed(batch)
+            with Counter() as backward:
+                loss.backward()
+        counts[recompute] = (forward.counts, backward.counts)
+    without, with_it = counts[False], counts[True]
+    assert without[0] == with_it[0]
+    assert with_it[0]["attention"] > 0
+    assert with_it[1]["attention"] == without[1]["attention"] == 0
+    assert with_it[1]["products"] > without[1]["products"]
 
 
 def test_leaking_across_documents_would_be_seen():

@@ -51,9 +51,10 @@ class Checkpoints:
         """Begin to write the state after `step` steps; the one before is finished first."""
         self.finish()
         final = self._folder / f"step-{step:08d}"
-        temporary = self._folder / f".step-{step:08d}.partial"
+        temporary = _partial(final)
         if self._here.is_main:
-            shutil.rmtree(temporary, ignore_errors=True)
+            for leftover in self._folder.glob(".step-*.partial"):  # of a run that was killed
+                shutil.rmtree(leftover, ignore_errors=True)
             with _disk_errors(final):
                 temporary.mkdir(parents=True)
         self._here.gather(None)
@@ -125,10 +126,25 @@ def _disk_errors(final: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, CheckpointException) as error:
+        shutil.rmtree(_partial(final), ignore_errors=True)  # it would only keep the disk full
         raise LongRopeError(
-            f"{final}: the checkpoint cannot be written ({error})",
+            f"{final}: the checkpoint cannot be written ({_cause(error)})",
             hint="free some space and start again; the checkpoint before it is untouched",
         ) from error
+
+
+def _partial(final: Path) -> Path:
+    return final.with_name(f".{final.name}.partial")
+
+
+def _cause(error: BaseException) -> str:
+    """What happened, in a line: DCP wraps it with a traceback, and torch gives an error of its own on a full disk."""
+    if isinstance(error, CheckpointException):
+        error, _ = next(iter(error.failures.values()))
+    told: BaseException | None = error
+    while told is not None and not isinstance(told, OSError):
+        told = told.__context__
+    return str(told or error).partition("\n")[0]
 
 
 def _checksums(folder: Path) -> dict[str, str]:

@@ -2,8 +2,9 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from longrope2.training.mixed import Batch, MixedWindowModel, mixed_window
 from longrope2.training.parallel import own_part, sequence_parallel, shard
 
 KINDS = ("short", "long")
+NAMED_ROWS = 3
+"""How many rows an error speaks of before it only counts them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +49,18 @@ class TrainConfig:
     def problems(self) -> list[str]:
         """What is wrong with it, in words."""
         found = below_minimum(self, steps=1, batch_rows=1, warmup_steps=0, save_every=1, keep=1)
-        if not self.learning_rate > 0:
-            found.append(f"learning_rate must be positive, got {self.learning_rate}")
+        for name in ("learning_rate", "gradient_clip"):
+            if not 0 < getattr(self, name) < math.inf:
+                found.append(f"{name} must be positive and finite, got {getattr(self, name)}")
+        if not 0 <= self.weight_decay < math.inf:
+            found.append(f"weight_decay must be finite and not negative, got {self.weight_decay}")
+        if self.seed < 0:
+            found.append(f"seed must not be negative, got {self.seed}")
         return found
+
+    def rows_of(self, step: int, here: World) -> range:
+        """The numbers of the rows that this process's group takes in a step."""
+        return range(step * self.batch_rows + here.rank, (step + 1) * self.batch_rows, here.size)
 
     def learning_rate_at(self, step: int) -> float:
         """Linear warm-up, then a cosine to zero at the last step."""
@@ -68,7 +80,11 @@ class StepResult:
     loss_by_kind: dict[str, float]
     gradient_norm: float
     tokens: int
+    attended: int
+    """Pairs of query and key that attention looked at, in one layer without a window."""
     seconds: float
+    broken_rows: tuple[int, ...] = ()
+    """Numbers of the rows whose loss is not finite."""
 
 
 def train(
@@ -79,17 +95,29 @@ def train(
     output: Path,
     here: World,
     *,
+    recompute: bool | None = None,
+    compiled: bool = False,
+    kind_of: Callable[[int], str] | None = None,
+    name_row: Callable[[int], str] = "row {} of the run".format,
+    started: Callable[[int], None] = lambda _: None,
     report: Callable[[StepResult], None] = lambda _: None,
+    evaluate: Callable[[MixedWindowModel, int], None] = lambda *_: None,
 ) -> list[StepResult]:
     """Train `model` in place; `rows(i)` is the i-th row of the run, as a batch of one.
 
     Goes on from the newest checkpoint in `output`. Rows are a pure function of their number, so that resuming needs
-    one integer and any number of processes sees the same data.
+    one integer and any number of processes sees the same data. `recompute` and `compiled` are those of
+    `mixed_window`; None: on GPUs.
+
+    A row is of the kind its RoPE says, unless `kind_of` knows better; `name_row` names it in errors. `started` hears
+    after how many steps the run goes on. `evaluate` may use the model between steps, all processes at once; it is
+    called before the first step and after each one, before that step's checkpoint.
     """
     device = next(model.parameters()).device
     record = {"config": asdict(config), "versions": package_versions("torch", "transformers")}
     results = []
-    with mixed_window(model, factors) as mixed, sequence_parallel(here):
+    recompute = device.type == "cuda" if recompute is None else recompute
+    with mixed_window(model, factors, recompute=recompute, compiled=compiled) as mixed, sequence_parallel(here):
         shard(mixed, here)
         optimizer = make_optimizer(mixed, config)
         checkpoints = Checkpoints(output / "checkpoints", keep=config.keep, here=here)
@@ -97,21 +125,25 @@ def train(
         first = resumed["step"] if resumed else 0
         if resumed and here.is_main:
             say(f"resuming after step {first}")
+        started(first)
         mixed.train()
+        if first == 0:
+            evaluate(mixed, 0)
         for step in range(first, config.steps):
-            numbers = range(step * config.batch_rows + here.rank, (step + 1) * config.batch_rows, here.size)
+            # Dropout, where a model has it, must not depend on where a run was interrupted.
+            torch.manual_seed((config.seed * 1_000_003 + step) % 2**63)
+            numbers = config.rows_of(step, here)
             for group in optimizer.param_groups:
                 group["lr"] = config.learning_rate_at(step)
             batches = [own_part(rows(n), here).to(device) for n in numbers]
-            result = train_step(mixed, optimizer, batches, config, step, here)
+            kinds = [kind_of(n) for n in numbers] if kind_of else None
+            result = train_step(mixed, optimizer, batches, config, step, here, kinds=kinds)
             if not math.isfinite(result.loss) or not math.isfinite(result.gradient_norm):
                 checkpoints.finish()
-                raise LongRopeError(
-                    f"the loss is no longer finite at step {step + 1} (rows {numbers.start}–{numbers[-1]} of the run)",
-                    hint="the last checkpoint is good: lower the learning rate, or look at those rows",
-                )
+                raise _not_finite(result, config, name_row)
             results.append(result)
             report(result)
+            evaluate(mixed, step + 1)
             if (step + 1) % config.save_every == 0 or step + 1 == config.steps:
                 checkpoints.save(step + 1, mixed, optimizer, record)
         checkpoints.finish()
@@ -126,33 +158,43 @@ def train_step(
     config: TrainConfig,
     step: int,
     here: World,
+    *,
+    kinds: Sequence[str] | None = None,
 ) -> StepResult:
     """One update from this process's rows; the loss is the mean over the labels of all processes."""
     started = time.perf_counter()
-    kinds = [KINDS[bool(batch.long_rows[0])] for batch in batches]
-    sums, counts = dict.fromkeys(KINDS, 0.0), dict.fromkeys(KINDS, 0)
-    for batch, kind in zip(batches, kinds, strict=True):
-        counts[kind] += int((batch.labels != IGNORED_LABEL).sum())
-    all_counts = _summed(here.gather_all(counts))
-    count = sum(all_counts.values())
-    for batch, kind in zip(batches, kinds, strict=True):
+    kinds = [KINDS[bool(batch.long_rows[0])] for batch in batches] if kinds is None else kinds
+    own = [(kind, int((batch.labels != IGNORED_LABEL).sum())) for kind, batch in zip(kinds, batches, strict=True)]
+    # Processes of a group hold parts of the same rows, but each knows the borders of all.
+    pairs = sum(_attended(ends) for batch in batches for ends in batch.boundaries) if here.member == 0 else 0
+    everyone = here.gather_all((own, pairs))
+    counts = _by_kind(entry for entries, _ in everyone for entry in entries)
+    count = sum(counts.values())
+    losses = []
+    for batch in batches:
         with mixed.rows_of(batch):
             loss = mixed(batch)
             # Sharded gradients are averaged over processes; their sum is wanted.
             (loss * here.num_processes / count).backward()
-        sums[kind] += float(loss.detach())
+        losses.append(loss.detach())
     norm = float(_full(nn.utils.clip_grad_norm_(mixed.parameters(), config.gradient_clip)))
     if math.isfinite(norm):
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    all_sums = _summed(here.gather_all(sums))
+    sums = [(kind, float(loss)) for kind, loss in zip(kinds, losses, strict=True)]
+    numbered = zip(config.rows_of(step, here), losses, strict=False)
+    broken = [number for number, loss in numbered if not math.isfinite(loss)]
+    gathered = here.gather_all((sums, broken))
+    all_sums = _by_kind(entry for entries, _ in gathered for entry in entries)
     return StepResult(
         step=step + 1,
         loss=sum(all_sums.values()) / count,
-        loss_by_kind={kind: all_sums[kind] / n for kind, n in all_counts.items() if n},
+        loss_by_kind={kind: all_sums[kind] / n for kind, n in counts.items() if n},
         gradient_norm=norm,
         tokens=sum(batch.tokens.numel() for batch in batches) * here.num_processes,
+        attended=sum(pairs for _, pairs in everyone),
         seconds=time.perf_counter() - started,
+        broken_rows=tuple(sorted({number for _, numbers in gathered for number in numbers})),
     )
 
 
@@ -167,9 +209,32 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=fused)
 
 
-def _summed(by_process: Sequence[dict[str, float]]) -> dict[str, float]:
-    """What each process has of every kind of row, together."""
-    return {kind: sum(values[kind] for values in by_process) for kind in KINDS}
+def _not_finite(result: StepResult, config: TrainConfig, name_row: Callable[[int], str]) -> LongRopeError:
+    """Names the rows where it happened, as far as one can know."""
+    broken = result.broken_rows
+    if not broken:
+        first = (result.step - 1) * config.batch_rows
+        where = f"rows {first} to {first + config.batch_rows - 1} of the run, each of which has a finite loss"
+    else:
+        where = "; ".join(name_row(number) for number in broken[:NAMED_ROWS])
+        if len(broken) > NAMED_ROWS:
+            where += f"; and {len(broken) - NAMED_ROWS} more of {config.batch_rows} rows"
+    return LongRopeError(
+        f"the {'loss' if broken else 'gradient'} is no longer finite at step {result.step}: {where}",
+        hint="the last checkpoint is good: lower the learning rate, or look at those documents",
+    )
+
+
+def _by_kind(entries: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """What all rows of each kind have together."""
+    sums = dict.fromkeys(KINDS, 0.0)
+    for kind, value in entries:
+        sums[kind] += value
+    return sums
+
+
+def _attended(ends: Sequence[int]) -> int:
+    return sum((stop - start) * (stop - start + 1) // 2 for start, stop in pairwise(ends))
 
 
 def _full(value: torch.Tensor) -> torch.Tensor:

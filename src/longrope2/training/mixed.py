@@ -7,18 +7,29 @@ long row is one window of the target length: rescaled RoPE and full attention ov
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from longrope2.attention import documents, our_attention
-from longrope2.data.loader import IGNORED_LABEL
 from longrope2.factors import RescaleFactors
-from longrope2.perplexity import LOGIT_ROWS, head_logits
+from longrope2.perplexity import compiled_layer, head_logits
 from longrope2.rotary import RescaledRotary, rescaled
+from longrope2.training.loss import CrossEntropy, cross_entropy, loss_in_pieces
+
+ATTENTION_OPERATIONS = frozenset(
+    {
+        "aten::_scaled_dot_product_cudnn_attention",
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "torch_attn::_varlen_attn",
+    }
+)
+"""What every kernel of `kernels.py` ends in."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +61,10 @@ class Batch:
 class MixedWindowModel(nn.Module):
     """A model set up for mixed rows, as one module from rows to loss; make one with `mixed_window`."""
 
-    def __init__(self, model: Any, rotary: RescaledRotary) -> None:
+    def __init__(self, model: Any, rotary: RescaledRotary, loss: CrossEntropy) -> None:
         super().__init__()
         self.model = model
+        self._loss = loss
         self._steering = (rotary,)  # in a tuple: it is part of the model already
 
     @contextmanager
@@ -70,21 +82,47 @@ class MixedWindowModel(nn.Module):
         """The sum of the loss over the batch's labels, never holding more than a piece of the logits."""
         base = self.model.base_model
         hidden = base(input_ids=batch.tokens, position_ids=batch.positions, use_cache=False).last_hidden_state
-        flat, labels = hidden.flatten(0, 1), batch.labels.flatten()
-        total = flat.new_zeros((), dtype=torch.float32)
-        for piece, targets in zip(flat.split(LOGIT_ROWS), labels.split(LOGIT_ROWS), strict=True):
-            total = total + checkpoint(self._piece_loss, piece, targets, use_reentrant=False)
-        return total
-
-    def _piece_loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        logits = head_logits(self.model, hidden[None])[0]
-        return F.cross_entropy(logits.float(), labels, reduction="sum", ignore_index=IGNORED_LABEL)
+        return loss_in_pieces(
+            lambda piece: head_logits(self.model, piece[None])[0],
+            hidden.flatten(0, 1),
+            batch.labels.flatten(),
+            list(self.model.get_output_embeddings().parameters()),
+            loss=self._loss,
+        )
 
 
 @contextmanager
-def mixed_window(model: Any, factors: RescaleFactors) -> Iterator[MixedWindowModel]:
-    """Let a model take mixed rows inside the block; it is as before afterwards, but for what it learned."""
+def mixed_window(
+    model: Any, factors: RescaleFactors, *, recompute: bool = False, compiled: bool = False
+) -> Iterator[MixedWindowModel]:
+    """Let a model take mixed rows inside the block; it is as before afterwards, but for what it learned.
+
+    With `recompute` a layer keeps its input and what attention gave, and computes the rest again when it is needed:
+    the least memory that does not pay for attention twice. `compiled` fuses what stands between matrix products,
+    which pays on a GPU after the first steps.
+    """
     with ExitStack() as stack:
         stack.enter_context(our_attention(model))
         rotary = stack.enter_context(rescaled(model, factors))
-        yield MixedWindowModel(model, rotary)
+        if recompute:
+            stack.enter_context(_recomputing(model))
+        if compiled:
+            for layer in model.base_model.layers:
+                stack.enter_context(compiled_layer(layer))
+        loss = torch.compile(cross_entropy, dynamic=False) if compiled else cross_entropy
+        yield MixedWindowModel(model, rotary, loss)
+
+
+@contextmanager
+def _recomputing(model: Any) -> Iterator[None]:
+    def policy(_: Any, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+        kept = getattr(operation, "name", str)() in ATTENTION_OPERATIONS
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    model.gradient_checkpointing_enable(
+        {"use_reentrant": False, "context_fn": partial(create_selective_checkpoint_contexts, policy)}
+    )
+    try:
+        yield
+    finally:
+        model.gradient_checkpointing_disable()

@@ -6,6 +6,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -19,11 +20,14 @@ from longrope2.training.mixed import Batch, MixedWindowModel
 def shard(mixed: MixedWindowModel, here: World) -> None:
     """Spread weights, gradients and optimizer state over all processes, layer by layer.
 
-    Master weights stay float32; on GPUs they are gathered, and layers computed, in bfloat16.
+    Master weights stay float32; on GPUs they are gathered, and layers computed, in bfloat16. That is wanted on a
+    single GPU, too, which then is a world of its own.
     """
     device = next(mixed.parameters()).device.type
-    if here.num_processes == 1:
+    if here.num_processes == 1 and device == "cpu":
         return
+    if not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl", store=HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh(device, (here.num_processes,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if device == "cuda" else None, reduce_dtype=torch.float32)
     for layer in mixed.model.base_model.layers:

@@ -1,0 +1,169 @@
+"""Speed of mixed-window training on one GPU, random weights.
+
+python benchmarks/training.py phi3-mini    # 3.8B, 128k: full fine-tuning, long and short rows
+python benchmarks/training.py smollm2      # 135M, 32k: three long rows to one short, against a plain loop
+"""
+
+import gc
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from common import arguments, report
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
+
+from longrope2.distributed import World
+from longrope2.families import read_config
+from longrope2.methods import rescale
+from longrope2.training.loop import TrainConfig, make_optimizer, train_step
+from longrope2.training.mixed import Batch, MixedWindowModel, mixed_window
+from longrope2.training.parallel import shard
+
+ALONE = World(process=0, num_processes=1, local_process=0)
+CONFIG = TrainConfig(steps=100)
+
+
+def phi3_mini() -> Phi3ForCausalLM:
+    config = Phi3Config(
+        vocab_size=32_064, hidden_size=3072, intermediate_size=8192, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=32, max_position_embeddings=4096, original_max_position_embeddings=4096,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0}, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2,
+    )  # fmt: skip
+    return Phi3ForCausalLM(config)
+
+
+def smollm2() -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=49_152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+        num_key_value_heads=3, max_position_embeddings=8192, tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def row(length: int, vocabulary: int, *, document: int | None = None) -> Batch:
+    """A long row, or a short one of documents of one size."""
+    tokens = torch.randint(3, vocabulary, (1, length), device="cuda")
+    ends = list(range(0, length + 1, document or length))
+    labels = tokens.roll(-1, 1)
+    labels[:, [end - 1 for end in ends[1:]]] = -100
+    return Batch(
+        tokens=tokens,
+        positions=(torch.arange(length, device="cuda") % (document or length))[None],
+        labels=labels,
+        long_rows=torch.tensor([document is None], device="cuda"),
+        boundaries=[ends],
+    )
+
+
+@contextmanager
+def trainable(make, target_length: int, **options) -> Iterator[tuple[MixedWindowModel, torch.optim.Optimizer]]:
+    """A model of float32 weights set up for training as the command does it."""
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = make()
+    factors = rescale("yarn", read_config(model.config.to_dict()).rope, target_length)
+    with mixed_window(model, factors, **options) as mixed:
+        shard(mixed, ALONE)
+        mixed.train()
+        yield mixed, make_optimizer(mixed, CONFIG)
+    del model, mixed
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def speed(mixed, optimizer, batches: list[Batch], *, warm_up: int, steps: int) -> float:
+    """Tokens per second over some steps."""
+    tokens = sum(batch.tokens.numel() for batch in batches)
+    for step in range(warm_up + steps):
+        if step == warm_up:
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+        result = train_step(mixed, optimizer, batches, CONFIG, step, ALONE)
+        print(f"  step {step + 1}: {tokens / result.seconds:,.0f} tokens/s, loss {result.loss:.3f}", flush=True)
+    torch.cuda.synchronize()
+    return steps * tokens / (time.perf_counter() - start)
+
+
+def peak_gib() -> float:
+    return torch.cuda.max_memory_allocated() / 2**30
+
+
+def measure_phi3(options) -> None:
+    length, document = 131_072, 8192
+    with trainable(phi3_mini, length, recompute=True, compiled=True) as (mixed, optimizer):
+        vocabulary = mixed.model.config.vocab_size
+        long = speed(mixed, optimizer, [row(length, vocabulary)], warm_up=1, steps=1)
+        short = speed(mixed, optimizer, [row(length, vocabulary, document=document)], warm_up=1, steps=1)
+        peak = peak_gib()
+    with trainable(phi3_mini, length) as (mixed, optimizer):
+        mixed.model.gradient_checkpointing_enable({"use_reentrant": False})
+        full = speed(mixed, optimizer, [row(length, vocabulary)], warm_up=0, steps=1)
+        mixed.model.gradient_checkpointing_disable()
+    shape = {"length": length, "parameters": "3.8B", "more_is_better": True, "unit": "tokens/s"}
+    report(
+        options, name="train-phi3-mini-128k", value=long, peer="not compiled, attention recomputed (its first step)",
+        peer_value=full, peak_gib=peak, paper_tokens_per_second_a100=1113, **shape,
+    )  # fmt: skip
+    report(
+        options, name="train-short-rows", value=short, peer="a long row of the same length", peer_value=long,
+        document=document, **shape,
+    )  # fmt: skip
+
+
+def plain_loop(batches: list[Batch], steps: int) -> float:
+    """What one writes first: transformers' forward and loss under autocast, cuDNN attention, a row at a time."""
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = smollm2().train()
+    optimizer = make_optimizer(model, CONFIG)
+    tokens = sum(batch.tokens.numel() for batch in batches)
+    for step in range(1 + steps):
+        if step == 1:
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+        for batch in batches:
+            with torch.autocast("cuda", torch.bfloat16), sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
+                loss = model(batch.tokens, labels=batch.tokens, use_cache=False).loss
+                (loss / len(batches)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    torch.cuda.synchronize()
+    return steps * tokens / (time.perf_counter() - start)
+
+
+def measure_smollm2(options) -> None:
+    length, document = 32_768, 4096
+    variants = {}
+    for name, chosen in {"plain": {}, "compiled": {"compiled": True}, "recompute": {"recompute": True}}.items():
+        torch.cuda.reset_peak_memory_stats()
+        with trainable(smollm2, length, **chosen) as (mixed, optimizer):
+            vocabulary = mixed.model.config.vocab_size
+            batches = [row(length, vocabulary) for _ in range(3)] + [row(length, vocabulary, document=document)]
+            found = speed(mixed, optimizer, batches, warm_up=2, steps=4)
+        variants[name] = {"tokens_per_second": found, "peak_gib": peak_gib()}
+        print(name, variants[name], flush=True)
+    # The plain loop knows no documents: its short rows are four windows of 8k, each attended to as a whole.
+    short = [row(8192, vocabulary) for _ in range(4)]
+    peer = plain_loop(batches[:3] + short, steps=4)
+    report(
+        options, name="train-smollm2-32k", value=max(v["tokens_per_second"] for v in variants.values()),
+        unit="tokens/s", peer="transformers, autocast, cuDNN attention, short rows as windows of 8k", peer_value=peer,
+        more_is_better=True, length=length, document=document, variants=variants,
+        loop_of_first_experiments_tokens_per_second=76_000,
+    )  # fmt: skip
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("shape", choices=["phi3-mini", "smollm2"])
+    options = parser.parse_args()
+    {"phi3-mini": measure_phi3, "smollm2": measure_smollm2}[options.shape](options)
+
+
+if __name__ == "__main__":
+    main()

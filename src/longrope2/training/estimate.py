@@ -1,0 +1,226 @@
+"""Memory and time of a run before it starts, from the model's shape and rates measured once."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from longrope2.console import duration, show_json, show_table
+from longrope2.data.buckets import PlanConfig
+from longrope2.data.plan import Plan, read_plan
+from longrope2.errors import LongRopeError, all_problems
+from longrope2.models import describe
+from longrope2.perplexity import LOGIT_ROWS
+from longrope2.training.gpus import GIB, GPUS, Gpu
+from longrope2.training.job import RunConfig, resolve
+from longrope2.training.loop import TrainConfig
+from longrope2.training.rows import LongRowMask
+from longrope2.training.shape import Shape, shape_of, skeleton
+
+FULL, HALF = 4, 2  # bytes of float32 and bfloat16
+OVERHEAD = 1.05
+"""Norms, the optimizer and launches, on top of matrix products and attention."""
+FLASH_BACKWARD = 2.5
+"""Work of attention's backward pass in forward passes: it computes scores again."""
+SMALL = 2048
+"""Hidden size below which matrices are too small for the rates here."""
+RESERVED = 0.94
+"""The share of a GPU's memory that tensors can really use."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a run has to go through, in one step on average."""
+
+    length: int
+    """Tokens of a row."""
+    rows: int
+    """Rows of a step."""
+    attended: int
+    """Pairs of query and key in a step, in a layer without a window."""
+    steps: int | None
+    """None: nobody said how many."""
+    assumption: str = ""
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.length * self.rows
+
+
+def planned_work(plan: Plan, *, rows: int, steps: int | None, long_row_mask: LongRowMask) -> Work:
+    """From a plan: its documents decide how much attention there is."""
+    length = plan.config.target_length
+    sizes = (plan.spans[:, 3] - plan.spans[:, 2]).astype(np.float64)
+    row_of_span = np.repeat(np.arange(len(plan)), np.diff(plan.first_span))
+    apart = np.bincount(row_of_span, weights=sizes**2 / 2, minlength=len(plan))
+    if long_row_mask == "full":
+        kinds = np.array([plan.config.kind(bucket) == "long" for bucket in range(len(plan.config.buckets))])
+        apart[kinds[plan.bucket_of_row]] = length**2 / 2
+    return Work(length=length, rows=rows, attended=int(apart.mean() * rows), steps=steps)
+
+
+def assumed_work(*, original_length: int, target_length: int, rows: int, steps: int | None) -> Work:
+    """Without a plan: the paper's mix."""
+    buckets = PlanConfig(target_length=target_length, original_length=original_length).buckets
+    short = sum(b.quota for b in buckets if b.up_to <= original_length) / sum(b.quota for b in buckets)
+    document = original_length // 2
+    attended = target_length * (short * document / 2 + (1 - short) * target_length / 2)
+    return Work(
+        length=target_length,
+        rows=rows,
+        attended=int(attended * rows),
+        steps=steps,
+        assumption=f"{short:.0%} short rows of documents of {document:,} tokens, the rest long rows",
+    )
+
+
+def run_estimate(
+    model: str,
+    *,
+    gpus: int,
+    gpu: str,
+    plan: Path | None,
+    target_length: int | None,
+    original_length: int | None,
+    sequence_parallel: int,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """`longrope2 train … --estimate`: print what a run with these options would take; no weights are read."""
+    info = describe(model, original_length=original_length)
+    planned = read_plan(plan) if plan else None
+    if gpus < 1 or sequence_parallel < 1 or gpus % sequence_parallel:
+        raise LongRopeError(f"{gpus} GPUs cannot form groups of {sequence_parallel}", hint="choose another --gpus")
+    names = {field.name for kind in (RunConfig, TrainConfig) for field in fields(kind)}
+    settings = {name: value for name, value in options.items() if name in names}
+    config = resolve(len(planned) if planned else None, groups=gpus // sequence_parallel, **settings)
+    if problems := config.problems():
+        raise LongRopeError(all_problems("this run cannot start", problems))
+    rows, steps = config.train.batch_rows, config.train.steps
+    if planned is not None:
+        work = planned_work(planned, rows=rows, steps=steps, long_row_mask=config.long_row_mask)
+    elif target_length is not None:
+        work = assumed_work(
+            original_length=info.rope.original_length,
+            target_length=target_length,
+            rows=rows,
+            steps=options["steps"],
+        )
+    else:
+        raise LongRopeError("the length of the rows is missing", hint="give --plan FILE or --target-length N")
+    shape = shape_of(skeleton(info), info, freeze=config.freeze, lora=config.lora)
+    recompute = config.recompute is not False  # the default on GPUs
+    result = estimate(shape, work, gpus=gpus, gpu=gpu, sequence_parallel=sequence_parallel, recompute=recompute)
+    if as_json:
+        show_json(result)
+    else:
+        show(result)
+
+
+def estimate(
+    shape: Shape, work: Work, *, gpus: int, gpu: str, sequence_parallel: int = 1, recompute: bool = True
+) -> dict[str, Any]:
+    """Memory of each GPU in GiB and the time a run takes, with what was assumed."""
+    chip = GPUS[gpu]
+    memory = _memory(shape, work.length // sequence_parallel, gpus, recompute=recompute)
+    total, available = sum(memory.values()) / GIB, chip.memory * RESERVED
+    loading = FULL * shape.parameters / GIB  # before it is spread over GPUs, each has the whole model
+    passes = 2 + shape.trained_share + recompute  # forward, gradients of inputs and of weights, forward again
+    forward_rate, backward_rate = chip.attention_rates(shape.head_dim)
+    attention = shape.attention_flops(work.tokens, work.attended)
+    seconds = shape.linear_flops(work.tokens) * passes / (chip.matmul * 1e12)
+    seconds += attention / (forward_rate * 1e12) + FLASH_BACKWARD * attention / (backward_rate * 1e12)
+    seconds *= OVERHEAD / gpus
+    return {
+        "parameters": shape.parameters,
+        "trained_parameters": shape.trained,
+        "gpus": gpus,
+        "gpu": gpu,
+        "sequence_parallel": sequence_parallel,
+        "length": work.length,
+        "batch_rows": work.rows,
+        "tokens_per_step": work.tokens,
+        "memory_gib": {name: size / GIB for name, size in memory.items()},
+        "memory_total_gib": total,
+        "memory_loading_gib": loading,
+        "memory_available_gib": available,
+        "fits": max(total, loading) <= available,
+        "seconds_per_step": seconds,
+        "tokens_per_second": work.tokens / seconds,
+        "model_flops_utilisation": shape.step_flops(work.tokens, work.attended) / (seconds * gpus * chip.peak * 1e12),
+        "steps": work.steps,
+        "seconds": None if work.steps is None else seconds * work.steps,
+        "gpu_hours": None if work.steps is None else seconds * work.steps * gpus / 3600,
+        "assumptions": _assumptions(shape, work, chip, gpus, recompute=recompute),
+    }
+
+
+def _memory(shape: Shape, tokens: int, gpus: int, *, recompute: bool) -> dict[str, float]:
+    """Bytes on each GPU; `tokens` is its part of a row."""
+    kv_width = shape.kv_heads * shape.head_dim
+    # All that one layer does, norms in float32; the sum is what SmolLM2 was measured to keep.
+    whole = tokens * HALF * (8 * shape.hidden + 4 * shape.inner + 3 * shape.width + 3 * kv_width)
+    least = tokens * (HALF * (shape.hidden + shape.width) + FULL * shape.heads)
+    return {
+        "master weights (float32)": FULL * shape.parameters / gpus,
+        "gradients (float32)": FULL * shape.trained / gpus,
+        "Adam moments (float32)": 2 * FULL * shape.trained / gpus,
+        "bfloat16 weights and gradients in use": HALF * (shape.outside + 2 * shape.layer)
+        + (HALF + FULL) * max(shape.outside, shape.layer) * shape.trained_share,
+        "activations that layers keep": len(shape.windows) * (least if recompute else whole),
+        "activations of the layer at work": whole,  # gradients take the place of values that are done with
+        "a piece of the logits": LOGIT_ROWS * shape.vocabulary * 2 * (HALF + FULL) + 2 * HALF * tokens * shape.hidden,
+    }
+
+
+def _assumptions(shape: Shape, work: Work, chip: Gpu, gpus: int, *, recompute: bool) -> list[str]:
+    kept = "their input and what attention gave, and compute the rest again" if recompute else "all they did"
+    found = [
+        f"layers keep {kept}",
+        f"matrix products at {chip.matmul:g} of {chip.peak:g} TFLOP/s",
+    ]
+    if shape.hidden < SMALL:
+        found.append("matrices as small as these reach about 60% of that, which is not counted")
+    if gpus > 1:
+        found.append("communication hides behind computation; expect 10 to 30% less where it does not")
+    return [*found, *([work.assumption] if work.assumption else [])]
+
+
+def show(result: Mapping[str, Any]) -> None:
+    """Print an estimate as tables."""
+    memory = [[name, f"{size:,.1f}"] for name, size in result["memory_gib"].items()]
+    verdict = "fits" if result["fits"] else f"does NOT fit: {_way_out(result)}"
+    show_table(
+        f"memory of each of {result['gpus']} × {result['gpu']}, rows of {result['length']:,} tokens, "
+        f"{result['parameters'] / 1e9:,.2f}B parameters ({result['trained_parameters'] / 1e9:,.3f}B trained)",
+        ["what", "GiB"],
+        [*memory, ["together", f"{result['memory_total_gib']:,.1f}"]],
+        caption=f"{result['memory_available_gib']:,.0f} GiB can be used: {verdict}",
+    )
+    rows = [
+        ["seconds a step", f"{result['seconds_per_step']:,.1f}"],
+        ["tokens/s", f"{result['tokens_per_second']:,.0f}"],
+        ["tokens/s of each GPU", f"{result['tokens_per_second'] / result['gpus']:,.0f}"],
+        ["model FLOPs utilisation", f"{result['model_flops_utilisation']:.0%}"],
+    ]
+    if result["steps"] is not None:
+        rows += [
+            [f"{result['steps']:,} steps", duration(result["seconds"])],
+            ["GPU hours", f"{result['gpu_hours']:,.1f}"],
+        ]
+    show_table(
+        f"time, {result['batch_rows']} rows a step",
+        ["what", "value"],
+        rows,
+        caption="assumed: " + "; ".join(result["assumptions"]),
+    )
+
+
+def _way_out(result: Mapping[str, Any]) -> str:
+    if result["memory_loading_gib"] > result["memory_available_gib"]:
+        return "each GPU first loads all weights in float32"
+    lora = ", --lora" if result["trained_parameters"] == result["parameters"] else ""
+    return f"try more GPUs, --sequence-parallel{lora}"

@@ -1,0 +1,128 @@
+"""Needles while a model trains: whether it finds them at the target length, and still in its own window."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+
+from longrope2.attention import exchanging
+from longrope2.books import read_books
+from longrope2.distributed import World
+from longrope2.errors import DataError
+from longrope2.factors import RescaleFactors
+from longrope2.needles import NeedleDocument, make_needles
+from longrope2.perplexity import Score, scoring
+from longrope2.training.mixed import MixedWindowModel
+
+DEPTHS = (0.0, 0.5, 1.0)
+
+
+class Retrieval:
+    """Scores needle documents every so many steps, and leaves the training state as it was."""
+
+    def __init__(
+        self,
+        factors: RescaleFactors,
+        documents: Sequence[NeedleDocument],
+        here: World,
+        *,
+        every: int,
+        note: Callable[[int, list[dict[str, Any]]], None],
+    ) -> None:
+        self._factors = factors
+        self._documents = documents
+        self._here = here
+        self._every = every
+        self._note = note
+
+    def __call__(self, mixed: MixedWindowModel, step: int) -> None:
+        """To be called on all processes at once: each scores some of the documents, whole."""
+        if step % self._every:
+            return
+        # Documents are not shared between processes here, even where rows are.
+        with _resting(mixed), exchanging(None):
+            own = _as_forward(mixed, partial(self._own_scores, mixed.model))
+        parts = self._here.gather_all(own)
+        scores = [parts[k % len(parts)][k // len(parts)] for k in range(len(self._documents))]
+        self._note(step, summary(self._documents, scores))
+
+    def _own_scores(self, model: Any) -> list[Score]:
+        count, processes = len(self._documents), self._here.num_processes
+        scores = []
+        with scoring(model, self._factors) as scorer:
+            # Sharded weights travel, so all take as many turns; who has nothing left repeats the last one.
+            for turn in range(-(-count // processes)):
+                document = self._documents[min(turn * processes + self._here.process, count - 1)]
+                scores += scorer(self._factors, [document])
+        return scores
+
+
+@contextmanager
+def _resting(mixed: MixedWindowModel) -> Iterator[None]:
+    """No training, and no compiled layers: scoring changes how they run."""
+    layers = mixed.model.base_model.layers
+    compiled = [layer._compiled_call_impl for layer in layers]
+    mixed.eval()
+    for layer in layers:
+        layer._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for layer, call in zip(layers, compiled, strict=True):
+            layer._compiled_call_impl = call
+        mixed.train()
+
+
+def _as_forward(mixed: Any, work: Callable[[], list[Score]]) -> list[Score]:
+    """Do something that sharding does not know as a forward pass, with the weights at hand as in one."""
+    mixed.score_needles = work
+    try:
+        register_fsdp_forward_method(mixed, "score_needles")
+        scores: list[Score] = mixed.score_needles()
+    finally:
+        del mixed.score_needles
+        if isinstance(mixed, FSDPModule):
+            mixed.reshard()
+    return scores
+
+
+def needle_documents(
+    tokenizer: Any,
+    factors: RescaleFactors,
+    *,
+    count: int,
+    books: str | None,
+    seed: int,
+    note: Callable[[str], None],
+) -> list[NeedleDocument]:
+    """`count` documents of the target length and as many of the original window, at several depths."""
+    documents = []
+    for length in (factors.target_length, factors.original_length):
+        shelf = read_books(books, held_out=True)
+        try:
+            documents += make_needles(tokenizer, shelf, length=length, count=count, seed=seed, depth=DEPTHS, note=note)
+        except DataError as error:
+            if length == factors.target_length:
+                raise
+            note(f"no needles are tried in the original window: {error.message}")
+    return documents
+
+
+def summary(documents: Sequence[NeedleDocument], scores: Sequence[Score]) -> list[dict[str, Any]]:
+    """For each length and depth: nats for an answer's token, and the share of answers right in every token."""
+    groups: dict[tuple[int, float], list[Score]] = {}
+    for document, score in zip(documents, scores, strict=True):
+        depth = min(DEPTHS, key=lambda wanted: abs(wanted - document.depth))
+        groups.setdefault((len(document.token_ids), depth), []).append(score)
+    return [
+        {
+            "length": length,
+            "depth": depth,
+            "documents": len(group),
+            "nll": sum(score.nll for score in group) / sum(score.num_tokens for score in group),
+            "exact": sum(score.exact for score in group) / len(group),
+        }
+        for (length, depth), group in groups.items()
+    ]

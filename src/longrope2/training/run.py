@@ -1,0 +1,210 @@
+"""`longrope2 train`: a model, factors and a plan become a folder with the trained model; exact to resume."""
+
+import hashlib
+import json
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longrope2.console import say
+from longrope2.data.plan import read_plan
+from longrope2.distributed import World, world
+from longrope2.errors import LongRopeError, all_problems
+from longrope2.factors import RescaleFactors
+from longrope2.files import write_json
+from longrope2.models import describe, load
+from longrope2.training.job import Job, prepare
+from longrope2.training.loop import train
+from longrope2.training.product import write_product
+from longrope2.training.progress import Reporter
+from longrope2.training.record import make_record, show_record
+from longrope2.training.retrieval import Retrieval
+from longrope2.training.rows import PlanRows
+from longrope2.training.trainable import add_lora, freeze
+
+PRODUCT = "model"
+SETTINGS = "run.json"
+
+
+def run_train(
+    model: str,
+    *,
+    factors: Path,
+    plan: Path,
+    output: Path,
+    original_length: int | None = None,
+    cache: Path | None = None,
+    wandb: str | None = None,
+    as_json: bool = False,
+    sequence_parallel: int = 1,
+    **options: Any,
+) -> None:
+    """Check everything, then train, or go on where a run was interrupted, and write the model."""
+    # DCP says so whenever a single process saves, though it was asked to.
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    with world(group_size=sequence_parallel) as here:
+        job = prepare(
+            describe(model, original_length=original_length),
+            RescaleFactors.load(factors),
+            read_plan(plan),
+            plan_fingerprint="sha256:" + hashlib.sha256(plan.read_bytes()).hexdigest()[:16],
+            cache=cache,
+            here=here,
+            sequence_parallel=sequence_parallel,
+            **options,
+        )
+        if not _is_finished(output, job, here):
+            with _alone_in(output) if here.is_main else nullcontext():
+                if here.is_main:
+                    write_json(output / SETTINGS, job.settings())
+                train_job(job, output, here, wandb=wandb)
+        if here.is_main:
+            show_record(output / PRODUCT, as_json=as_json)
+
+
+def train_job(job: Job, output: Path, here: World, *, wandb: str | None = None) -> None:
+    """Train into a folder, or go on with what is in it, and write the end product."""
+    reporter = _reporter(job, output, here, wandb) if here.is_main else None
+    try:
+        _train_and_write(job, output, here, reporter)
+    except KeyboardInterrupt:
+        if reporter is not None:
+            step = reporter.last_step
+            done = "" if step is None else f" after step {step} of {job.config.train.steps}"
+            say(f"\nstopped{done}; the same command goes on from the newest checkpoint in {output}")
+        raise
+    except torch.OutOfMemoryError as error:
+        count = here.num_processes
+        raise LongRopeError(
+            f"out of memory with rows of {job.plan.config.target_length:,} tokens on {count} "
+            f"process{'es' if count > 1 else ''} ({str(error).strip().partition(chr(10))[0]})",
+            hint="share rows with --sequence-parallel, use more GPUs, or train less with --lora or --freeze; "
+            "--estimate says what is needed",
+        ) from error
+    finally:
+        if reporter is not None:
+            reporter.close()
+
+
+def _train_and_write(job: Job, output: Path, here: World, reporter: Reporter | None) -> None:
+    config = job.config
+    rows = PlanRows(
+        job.plan, job.corpora, seed=config.train.seed, window=config.window, long_row_mask=config.long_row_mask
+    )
+    hooks: dict[str, Any] = {}
+    if reporter is not None:
+        hooks = {"started": reporter.started, "report": reporter.step}
+    if job.needles:
+        note = reporter.needles if reporter is not None else _quiet
+        hooks["evaluate"] = Retrieval(job.factors, job.needles, here, every=config.evaluate_every, note=note)
+    model = load(job.info, dtype=torch.float32, device=here.device()).model
+    if config.lora is not None:
+        torch.manual_seed(config.train.seed)
+        add_lora(model, config.lora)
+    freeze(model, config.freeze)
+    train(
+        model,
+        job.factors,
+        rows,
+        config.train,
+        output,
+        here,
+        recompute=config.recompute,
+        compiled=config.compiled,
+        kind_of=rows.kind,
+        name_row=rows.name,
+        **hooks,
+    )
+    record = make_record(job, output, here) if here.is_main else {}
+    dtype = getattr(torch, config.save_dtype)
+    write_product(model, job.tokenizer, job.factors, output / PRODUCT, record, here, dtype=dtype)
+
+
+def _reporter(job: Job, output: Path, here: World, wandb: str | None) -> Reporter:
+    config, shape, length = job.config.train, job.shape, job.plan.config.target_length
+    say(
+        f"{config.steps:,} steps of {config.batch_rows} rows of {length:,} tokens, "
+        f"{config.steps * config.batch_rows / len(job.plan):.2f} epochs of the plan; "
+        f"{shape.trained:,} parameters learn, the model has {shape.parameters:,}"
+    )
+    return Reporter(
+        output,
+        config,
+        shape,
+        device=here.device(),
+        num_devices=here.num_processes,
+        wandb=wandb,
+        settings=job.settings(),
+    )
+
+
+def _is_finished(output: Path, job: Job, here: World) -> bool:
+    """Whether the folder holds the same run, finished; one with another run is refused."""
+    finished, problem = here.gather_all(_look_at(output, job.identity) if here.is_main else (False, None))[0]
+    if problem is not None:
+        raise LongRopeError(problem, hint="use the same options to go on with it, or another folder")
+    if finished and here.is_main:
+        say(f"{output}: this run is already finished")
+    return bool(finished)
+
+
+@contextmanager
+def _alone_in(output: Path) -> Iterator[None]:
+    """Keep a second run out of a folder; the lock ends with the process, however that ends."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        folder = os.open(output, os.O_RDONLY)
+    except OSError as error:
+        raise LongRopeError(f"{output}: cannot be written ({error.strerror})") from error
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(folder)
+        raise LongRopeError(
+            f"{output}: another process is training there", hint="wait for it, or use another folder"
+        ) from error
+    except OSError:  # some network file systems have no locks for folders
+        pass
+    try:
+        yield
+    finally:
+        os.close(folder)
+
+
+def _look_at(output: Path, identity: dict[str, Any]) -> tuple[bool, str | None]:
+    """Whether a folder holds this run, finished; and what is wrong with it."""
+    if not output.exists():
+        return False, None
+    if not output.is_dir():
+        return False, f"{output} is a file, a folder is needed"
+    try:
+        before = json.loads((output / SETTINGS).read_text(encoding="utf-8"))["identity"]
+    except FileNotFoundError:
+        # A kill at the very start may leave a file that was to become run.json.
+        foreign = [path for path in output.iterdir() if not path.name.startswith(f".{SETTINGS}.")]
+        return False, f"{output} is neither empty nor a run" if foreign else None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return False, f"{output / SETTINGS} cannot be read ({error})"
+    now = json.loads(json.dumps(identity))  # tuples have become lists in the file, too
+    differences = [
+        f"{name}: {before.get(name)} there, {now.get(name)} asked for"
+        for name in {**now, **before}
+        if now.get(name) != before.get(name)
+    ]
+    if differences:
+        return False, all_problems(f"{output} holds another run", differences)
+    return (output / PRODUCT).is_dir(), None
+
+
+def _quiet(*_: Any) -> None:
+    """Say nothing: only the main process talks."""

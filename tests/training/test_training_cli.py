@@ -1,0 +1,114 @@
+"""`longrope2 train` as real processes: killed, interrupted and resumed, alone and several together."""
+
+import json
+import os
+import signal
+import sys
+import time
+
+import pytest
+import torch
+from training_samples import log_without_times, make_sample, weights
+
+from longrope2.cli import main
+
+STEPS = 30
+
+
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory):
+    return make_sample(tmp_path_factory.mktemp("sample"))
+
+
+def finish(process):
+    _, errors = process.communicate(timeout=240)
+    return process.returncode, errors
+
+
+def wait_for_checkpoint(process, output, newer_than=0):
+    """The step of a checkpoint that is whole, as soon as there is one."""
+    folder = output / "checkpoints"
+    while True:
+        steps = [int(path.name[5:]) for path in folder.glob("step-*")] if folder.exists() else []
+        if max(steps, default=0) > newer_than:
+            return max(steps)
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.01)
+
+
+def test_interrupted_and_killed_it_ends_with_the_same_bytes(sample, tmp_path):
+    options = {"steps": STEPS, "save_every": 2}
+    whole = sample.start(tmp_path / "whole", **options)
+    parts = sample.start(tmp_path / "parts", **options)
+    first = wait_for_checkpoint(parts, tmp_path / "parts")
+    parts.send_signal(signal.SIGINT)
+    code, errors = finish(parts)
+    assert code == 130
+    assert "the same command goes on from the newest checkpoint" in errors
+    assert "Traceback" not in errors
+    again = sample.start(tmp_path / "parts", **options)
+    wait_for_checkpoint(again, tmp_path / "parts", newer_than=first + 2)
+    os.kill(again.pid, signal.SIGKILL)
+    finish(again)
+    assert not (tmp_path / "parts" / "model").exists()
+    code, errors = finish(sample.start(tmp_path / "parts", **options))
+    assert code == 0, errors
+    assert "resuming after step" in errors
+    code, errors = finish(whole)
+    assert code == 0, errors
+    name = "model.safetensors"
+    assert (tmp_path / "parts/model" / name).read_bytes() == (tmp_path / "whole/model" / name).read_bytes()
+    assert log_without_times(tmp_path / "parts") == log_without_times(tmp_path / "whole")
+    assert len(log_without_times(tmp_path / "whole")) == STEPS
+    assert not list((tmp_path / "parts").glob(".*"))
+
+
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_one_process_or_two_the_same_losses_and_model(sample, tmp_path, sequence_parallel):
+    """Two processes share the weights, and either take rows by turns or share each one."""
+    options = {"steps": 4, "evaluate_every": 2, "evaluate_documents": 1}
+    alone = sample.run(tmp_path / "alone", **options)
+    expected = log_without_times(tmp_path / "alone")
+    process = sample.start(tmp_path / "two", processes=2, sequence_parallel=sequence_parallel, **options)
+    code, errors = finish(process)
+    assert code == 0, errors
+    found = log_without_times(tmp_path / "two")
+    assert [line["step"] for line in found] == [line["step"] for line in expected]
+    for ours, theirs in zip(found, expected, strict=True):
+        if "needles" in ours:
+            assert ours["needles"][0]["nll"] == pytest.approx(theirs["needles"][0]["nll"], rel=1e-3)
+        else:
+            assert ours == pytest.approx(theirs, rel=1e-4)
+    ours, theirs = weights(tmp_path / "two" / "model"), weights(alone)
+    assert set(ours) == set(theirs)
+    for key in theirs:
+        torch.testing.assert_close(ours[key], theirs[key], rtol=1e-2, atol=2e-4)
+    record = json.loads((tmp_path / "two" / "model" / "training.json").read_text())
+    assert record["processes"] == 2
+
+
+def test_bad_input_is_one_message(sample, tmp_path, monkeypatch, capsys):
+    command = sample.command(tmp_path / "run", factors=tmp_path / "none.json")
+    monkeypatch.setattr(sys, "argv", command[command.index("longrope2") :])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.splitlines() == [f"error: {tmp_path / 'none.json'}: no such file"]
+
+
+def test_one_of_several_processes_tells_of_an_error(sample, tmp_path):
+    code, errors = finish(sample.start(tmp_path / "run", processes=2, factors=tmp_path / "none.json"))
+    assert code
+    assert errors.count("none.json: no such file") == 1
+
+
+def test_a_second_run_is_kept_out_of_a_folder(sample, tmp_path):
+    output = tmp_path / "run"
+    first = sample.start(output, steps=STEPS, save_every=2)
+    wait_for_checkpoint(first, output)
+    first.send_signal(signal.SIGSTOP)  # lest it ends before the second one begins
+    code, errors = finish(sample.start(output, steps=STEPS, save_every=2))
+    first.send_signal(signal.SIGCONT)
+    assert code == 2
+    assert errors == f"error: {output}: another process is training there\nhint: wait for it, or use another folder\n"
+    assert finish(first)[0] == 0

@@ -1,0 +1,198 @@
+"""Estimates against the facts they are calibrated on, and against real models."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from training_samples import make_sample
+from transformers import LlamaConfig, Phi3Config
+
+from conftest import FAMILY_OPTIONS, family_config, family_model
+from longrope2.cli import cli
+from longrope2.data.loader import RowLoader
+from longrope2.data.plan import read_plan
+from longrope2.errors import LongRopeError
+from longrope2.models import describe
+from longrope2.training.estimate import GIB, Work, assumed_work, estimate, planned_work, run_estimate
+from longrope2.training.gpus import known_gpu
+from longrope2.training.loop import _attended
+from longrope2.training.rows import PlanRows
+from longrope2.training.shape import shape_of, skeleton
+from longrope2.training.trainable import add_lora
+
+LENGTH = 131_072
+PHI3 = Phi3Config(
+    hidden_size=3072, intermediate_size=8192, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=32,
+    vocab_size=32_064, max_position_embeddings=2048, original_max_position_embeddings=2048, sliding_window=None,
+)  # fmt: skip
+LLAMA3 = LlamaConfig(
+    hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+    vocab_size=128_256, max_position_embeddings=8192,
+)  # fmt: skip
+
+
+def shape(config, folder, **options):
+    config.save_pretrained(folder)
+    info = describe(folder)
+    return shape_of(skeleton(info), info, **options)
+
+
+def state_of(result):
+    """Bytes of weights, gradients and moments."""
+    return GIB * sum(size for name, size in result["memory_gib"].items() if "float32" in name)
+
+
+def long_rows(rows=1):
+    return Work(length=LENGTH, rows=rows, attended=rows * LENGTH**2 // 2, steps=None)
+
+
+def test_phi3_mini_on_one_h200(tmp_path):
+    """61 GB of state and 26 GB of layer inputs; about 3,900 tokens/s from the measured kernels."""
+    phi3 = shape(PHI3, tmp_path)
+    assert phi3.parameters == 3_821_079_552
+    result = estimate(phi3, long_rows(), gpus=1, gpu="h200")
+    memory = result["memory_gib"]
+    assert state_of(result) == pytest.approx(61e9, rel=0.01)
+    assert memory["activations that layers keep"] * GIB == pytest.approx(
+        2 * 25.8e9, rel=0.02
+    )  # inputs, and attention outputs of the same width
+    assert result["tokens_per_second"] == pytest.approx(3900, rel=0.03)
+    assert 0.3 < result["model_flops_utilisation"] < 0.5
+    keeping = estimate(phi3, long_rows(), gpus=1, gpu="h200", recompute=False)
+    assert keeping["seconds_per_step"] < result["seconds_per_step"]
+    assert keeping["memory_total_gib"] > 2 * result["memory_total_gib"]
+    assert result["fits"]
+    assert not keeping["fits"]
+
+
+def test_smollm2_at_32k_takes_the_memory_that_was_measured(tmp_path):
+    """Peaks of rows of 32,768 tokens on one H200: 6.27 GiB recomputing, 28.6 GiB keeping all."""
+    smollm2 = LlamaConfig(
+        vocab_size=49_152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+        num_key_value_heads=3, max_position_embeddings=8192, tie_word_embeddings=True,
+    )  # fmt: skip
+    work = Work(length=32_768, rows=4, attended=2 * 32_768**2, steps=None)
+    for recompute, measured in ((True, 6.27), (False, 28.6)):
+        result = estimate(shape(smollm2, tmp_path), work, gpus=1, gpu="h200", recompute=recompute)
+        assert result["memory_total_gib"] == pytest.approx(measured, rel=0.05)
+    assert any("60%" in assumption for assumption in result["assumptions"])
+
+
+def test_llama3_8b_needs_more_than_one_h200(tmp_path):
+    llama = shape(LLAMA3, tmp_path)
+    assert llama.parameters == 8_030_261_248
+    alone = estimate(llama, long_rows(), gpus=1, gpu="h200")
+    assert state_of(alone) == pytest.approx(128e9, rel=0.01)
+    assert not alone["fits"]
+    shared = estimate(llama, long_rows(8), gpus=8, gpu="h100", sequence_parallel=4)
+    assert shared["fits"]
+    assert shared["seconds_per_step"] == pytest.approx(alone["seconds_per_step"])
+    lora = estimate(shape(LLAMA3, tmp_path, lora=16), long_rows(), gpus=1, gpu="h200")
+    assert lora["trained_parameters"] < 0.01 * lora["parameters"]
+    assert lora["memory_total_gib"] < alone["memory_total_gib"] - 80
+    assert lora["seconds_per_step"] < alone["seconds_per_step"]
+
+
+@pytest.mark.parametrize("family", sorted(FAMILY_OPTIONS))
+def test_shapes_are_those_of_real_models(family, tmp_path):
+    """Parameters counted on a live model; matrix work against what torch counts in a forward pass."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    ours = shape(family_config(family), tmp_path)
+    model = family_model(family)
+    if "experts_per_tok" in str(model.config):
+        model.set_experts_implementation("eager")  # torch does not count its grouped products
+    assert ours.parameters == sum(p.numel() for p in model.parameters())
+    assert len(ours.windows) == model.config.num_hidden_layers
+    tokens = 16
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.arange(3, 3 + tokens)[None], use_cache=False)
+    # torch sees full squares of attention in eager mode, twice the causal half.
+    attention = 2 * ours.attention_flops(tokens, tokens * tokens // 2)
+    assert ours.linear_flops(tokens) + attention == pytest.approx(counter.get_total_flops(), rel=0.02)
+
+
+def test_lora_and_freezing_are_counted(tmp_path):
+    config = family_config("llama")
+    model = family_model("llama")
+    mlp = sum(p.numel() for name, p in model.named_parameters() if "mlp" in name)
+    frozen = shape(config, tmp_path, freeze=["*mlp*"])
+    assert frozen.trained == frozen.parameters - mlp
+    add_lora(model, 4)
+    assert shape(config, tmp_path, lora=4).trained == sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def test_sliding_layers_attend_to_less(tmp_path):
+    gemma = shape(family_config("gemma2"), tmp_path)
+    assert sorted(gemma.windows, key=str) == [16, None]
+    tokens, pairs = 128, 128 * 129 // 2
+    assert gemma.attention_flops(tokens, pairs) == 4 * gemma.width * (pairs + 128 * 16)
+
+
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory):
+    return make_sample(tmp_path_factory.mktemp("sample"))
+
+
+@pytest.mark.parametrize("mask", ["full", "document"])
+def test_the_work_of_a_plan_is_that_of_its_rows(sample, mask):
+    plan = read_plan(sample.folder / "plan.jsonl")
+    corpora = RowLoader.open(plan, sample.folder / "cache")._corpora
+    rows = PlanRows(plan, corpora, seed=0, long_row_mask=mask)
+    real = np.mean([_attended(rows(number).boundaries[0]) for number in range(len(plan))])
+    work = planned_work(plan, rows=4, steps=3, long_row_mask=mask)
+    assert work.attended / 4 == pytest.approx(real, rel=0.12)  # BOS, EOS and the diagonal left out
+    assert work.tokens == 4 * 128
+
+
+def test_work_without_a_plan_is_the_papers_mix():
+    work = assumed_work(original_length=8192, target_length=LENGTH, rows=64, steps=None)
+    assert work.attended / 64 == pytest.approx(0.7 * LENGTH**2 / 2, rel=0.02)
+    assert "30% short rows" in work.assumption
+
+
+def test_the_command_prints_tables_or_json(sample, tmp_path):
+    run = CliRunner().invoke
+    options = ["train", str(sample.model), "--estimate", "--gpus", "4", "--gpu", "a100"]
+    shown = run(cli, [*options, "--plan", str(sample.folder / "plan.jsonl"), "--batch-rows", "8"])
+    assert shown.exit_code == 0, shown.output
+    assert "3 steps" in shown.output
+    assert re.search(r"Adam moments \(float32\)\s+0\.0", shown.output)
+    assert "fits" in shown.output
+    result = json.loads(run(cli, [*options, "--target-length", "4k", "--json"]).stdout)
+    assert (result["length"], result["gpus"], result["steps"], result["batch_rows"]) == (4096, 4, None, 64)
+    with pytest.raises(LongRopeError, match="length of the rows is missing"):
+        run(cli, options, catch_exceptions=False)
+    with pytest.raises(LongRopeError, match="4 GPUs cannot form groups of 3"):
+        run(cli, [*options, "--sequence-parallel", "3"], catch_exceptions=False)
+    assert "missing: --factors, --output" in run(cli, ["train", "tiny", "--plan", "x"]).output
+
+
+def test_a_run_that_does_not_fit_says_so(tmp_path, capsys):
+    LLAMA3.save_pretrained(tmp_path)
+    options = {"plan": None, "original_length": None, "sequence_parallel": 1, "as_json": False, "steps": 100}
+    run_estimate(str(tmp_path), gpus=1, gpu="h100", target_length=LENGTH, **options)
+    output = capsys.readouterr().out
+    assert "does NOT fit: try more GPUs, --sequence-parallel, --lora" in output
+    assert "100 steps" in output
+
+
+def test_weights_that_no_gpu_can_load_do_not_fit(tmp_path, capsys):
+    LlamaConfig(
+        hidden_size=8192, intermediate_size=28_672, num_hidden_layers=80, num_attention_heads=64,
+        num_key_value_heads=8, vocab_size=128_256, max_position_embeddings=8192,
+    ).save_pretrained(tmp_path)  # fmt: skip
+    options = {"plan": None, "original_length": None, "as_json": False, "steps": None}
+    run_estimate(str(tmp_path), gpus=256, gpu="h200", target_length=LENGTH, sequence_parallel=8, **options)
+    output = capsys.readouterr().out
+    assert "70.55B parameters" in output
+    assert "does NOT fit: each GPU first loads all weights in float32" in output
+
+
+def test_known_gpus():
+    assert known_gpu("NVIDIA H200") is known_gpu("NVIDIA H200 NVL")
+    assert known_gpu("NVIDIA A100-SXM4-80GB").peak == 312
+    assert known_gpu("NVIDIA GeForce RTX 4090") is None
