@@ -1,17 +1,19 @@
 """Generation across the switch: every logit equals a fresh, uncached forward of its row alone."""
 
 import copy
+import json
+import logging
 from unittest.mock import MagicMock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import CompileConfig, DynamicCache, StaticCache, TextStreamer
+from transformers import AutoModelForCausalLM, CompileConfig, DynamicCache, StaticCache, StoppingCriteria, TextStreamer
 
 from conftest import ORIGINAL_LENGTH, TARGET_LENGTH, family_model
 from longrope2.errors import FactorsError, LongRopeError
-from longrope2.generation import load, switching
+from longrope2.generation import caches, load, run, saved, switching
 from longrope2.rotary import rescaled
 from test_rotary import make_factors, through_transformers, tokens_of
 
@@ -85,7 +87,7 @@ class TestTheRule:
         short, long = (oracle.logits(ids[0], long=side)[-1] for side in (False, True))
         assert torch.allclose(output.logits[0][0], short, atol=1e-4)
         assert not torch.allclose(output.logits[0][0], long, atol=0.1)
-        assert model.longrope2.extra_tokens == [ORIGINAL_LENGTH]
+        assert model.longrope2.extra_tokens == [0, ORIGINAL_LENGTH]
 
     def test_another_switch_length(self):
         model, oracle = switching_model(switch_length=12), Oracle(switch_length=12)
@@ -173,16 +175,6 @@ class TestWaysToGenerate:
         assert sum(model.longrope2.extra_tokens) > 0
         assert torch.equal(cached, model.generate(ids, attention_mask=mask, use_cache=False, **options))
 
-    def test_finished_rows(self):
-        """Rows that end early go on as padding, and cross without harm."""
-        model, (ids, mask) = switching_model(), batch_of(30, 24)
-        first, second = (row[30:].tolist() for row in generate(model, ids, mask, new=14).sequences)
-        ending = next(token for token in first if token not in second)
-        output = generate(model, ids, mask, new=14, eos_token_id=ending)
-        assert output.sequences.shape[1] == 44
-        assert (output.sequences[0, 31 + first.index(ending) :] == 0).all()
-        Oracle().check(type(output)(sequences=output.sequences[1:], logits=[x[1:] for x in output.logits]), mask[1:])
-
     def test_compiled_decode(self):
         """One graph serves both sides of the switch."""
         torch._dynamo.reset()
@@ -204,20 +196,68 @@ class TestWaysToGenerate:
     @pytest.mark.parametrize("cache", ["offloaded", "offloaded_static"])
     @pytest.mark.parametrize("strategy", ["recompute", "shadow"])
     def test_offloaded_caches(self, cache, strategy, monkeypatch):
-        """Their book-keeping, without the CUDA streams that transformers wants; see the next test for those."""
+        """Their book-keeping, without the CUDA streams that transformers wants; test_generation_gpu.py has those."""
         model, oracle, (ids, mask) = switching_model(strategy=strategy), Oracle(), batch_of(31, 28, 36)
         monkeypatch.setattr(torch, "Stream", MagicMock())
         monkeypatch.setattr(torch.cuda, "default_stream", MagicMock())
         oracle.check(generate(model, ids, mask, cache_implementation=cache), mask)
 
-    @pytest.mark.gpu
-    @pytest.mark.parametrize("cache", ["offloaded", "offloaded_static", "static"])
+
+class TestEndedRows:
+    """Rows that end early go on as padding, which nobody reads: no work for them."""
+
+    def ending_first(self, model, ids, mask):
+        """Options with an end token that the first row says at once and no other row ever."""
+        first, *others = (row[ids.shape[1] :].tolist() for row in generate(model, ids, mask, new=14).sequences)
+        assert all(first[0] not in other for other in others)
+        return {"new": 14, "eos_token_id": first[0]}
+
+    def swapped_rows(self, monkeypatch):
+        swapped = []
+
+        def replace_rows(cache, rows, source):
+            swapped.append(rows)
+            caches.replace_rows(cache, rows, source)
+
+        monkeypatch.setattr(run, "replace_rows", replace_rows)
+        return swapped
+
     @pytest.mark.parametrize("strategy", ["recompute", "shadow"])
-    def test_caches_on_a_gpu(self, cache, strategy):
-        model, oracle = switching_model(strategy=strategy, shadow_chunk=4).cuda(), Oracle()
-        oracle.model.cuda()
-        ids, mask = (tensor.cuda() for tensor in batch_of(31, 28, 36))
-        oracle.check(generate(model, ids, mask, cache_implementation=cache), mask)
+    @pytest.mark.parametrize("cache", ["dynamic", "static"])
+    def test_they_do_not_cross(self, strategy, cache, monkeypatch):
+        model, (ids, mask) = switching_model(strategy=strategy, shadow_chunk=16), batch_of(30, 24)
+        options = self.ending_first(model, ids, mask)
+        swapped = self.swapped_rows(monkeypatch)
+        output = generate(model, ids, mask, cache_implementation=cache, **options)
+        assert output.sequences.shape[1] == 44
+        assert (output.sequences[0, 31:] == 0).all()
+        assert swapped == [[1]]
+        Oracle().check(type(output)(sequences=output.sequences[1:], logits=[x[1:] for x in output.logits]), mask[1:])
+        if strategy == "recompute":
+            assert [tokens for tokens in model.longrope2.extra_tokens if tokens] == [38]
+
+    @pytest.mark.parametrize("strategy", ["recompute", "shadow"])
+    def test_their_cache_says_so(self, strategy):
+        """Two rows that would cross together; the cache, cropped to before the switch, is right for both."""
+        model, (ids, mask) = switching_model(strategy=strategy, shadow_chunk=2), batch_of(24, 24, seed=2)
+        output = generate(model, ids, mask, **self.ending_first(model, ids, mask))
+        for columns in (36, 28):
+            cache = copy.deepcopy(output.past_key_values)
+            cache.crop(columns - cache.get_seq_length())
+            again = torch.cat((output.sequences[:, :columns], tokens_of(1).expand(2, 1)), dim=1)
+            ones = torch.ones_like(again)  # the padding too: transformers would mask it
+            Oracle().check(generate(model, again, ones, past_key_values=cache, new=2), ones)
+
+    def test_rows_that_another_criterion_stops_go_on_and_cross(self):
+        """Without an end token transformers returns what such rows go on to say."""
+
+        class FirstRow(StoppingCriteria):
+            def __call__(self, input_ids, scores, **_):
+                return torch.arange(len(input_ids)) == 0
+
+        ids, mask = batch_of(30, 24)
+        output = generate(switching_model(), ids, mask, new=14, stopping_criteria=[FirstRow()])
+        Oracle().check(output, mask)
 
 
 class TestConversations:
@@ -310,12 +350,13 @@ class TestStrategies:
         assert max(shadow.longrope2.extra_tokens) == 4
         assert sum(shadow.longrope2.extra_tokens) == ORIGINAL_LENGTH
         # Steps 13 to 20 attend to 26 … 33 tokens: the eight chunks end with the step that crosses.
-        assert [i for i, n in enumerate(shadow.longrope2.extra_tokens) if n] == list(range(13, 21))
+        assert [i for i, n in enumerate(shadow.longrope2.extra_tokens) if n] == list(range(14, 22))
 
-    def test_shadow_with_too_few_steps_left_spreads_evenly(self):
-        model, (ids, mask) = switching_model(strategy="shadow", shadow_chunk=1), batch_of(28)
-        Oracle().check(generate(model, ids, mask, new=10), mask)
-        assert model.longrope2.extra_tokens[:5] == [7, 7, 6, 6, 6]
+    @pytest.mark.parametrize("chunk", [None, 5])
+    def test_what_the_prompt_leaves_too_few_steps_for_is_run_with_the_prompt(self, chunk):
+        model, (ids, mask) = switching_model(strategy="shadow", shadow_chunk=3), batch_of(28)
+        Oracle().check(generate(model, ids, mask, new=10, prefill_chunk_size=chunk), mask)
+        assert model.longrope2.extra_tokens == [18, 3, 3, 3, 3, 2, 0, 0, 0, 0]
 
     def test_shadow_builds_nothing_for_a_switch_that_cannot_come(self):
         model, (ids, mask) = switching_model(strategy="shadow", shadow_chunk=4), batch_of(25)
@@ -385,8 +426,6 @@ class TestPlainTransformersIsWrong:
 class TestSaving:
     @pytest.mark.parametrize("family", FAMILIES)
     def test_plain_transformers_reads_what_is_saved(self, family, tmp_path, capsys):
-        from transformers import AutoModelForCausalLM
-
         factors = make_factors(family_model(family), short_attention_factor=1.2, long_attention_factor=1.2)
         model = switching_model(family, factors=factors)
         model.save_pretrained(tmp_path)
@@ -409,15 +448,19 @@ class TestSaving:
         ids, mask = batch_of(31, 20)
         Oracle(family, factors=factors).check(generate(again, ids, mask, new=4), mask)
 
-    def test_two_attention_factors_are_kept_with_a_warning(self, tmp_path, capsys):
+    def test_two_attention_factors_are_kept_with_a_warning(self, tmp_path, capsys, caplog):
+        logging.getLogger("transformers").addHandler(caplog.handler)  # it does not hand its records up
         model = switching_model()
         model.save_pretrained(tmp_path)
         assert "plain transformers knows one attention factor" in capsys.readouterr().err
-        from transformers import AutoModelForCausalLM
-
         again = load(AutoModelForCausalLM.from_pretrained(tmp_path))
         factors = again.longrope2.factors
         assert (factors.short_attention_factor, factors.long_attention_factor) == (1.0, 1.3)
+        assert "Unrecognized keys" not in caplog.text
+        model.config.rope_parameters["surprise"] = 1
+        model.config.validate_rope()
+        assert "Unrecognized keys" in caplog.text
+        logging.getLogger("transformers").removeHandler(caplog.handler)
 
     def test_the_tiny_model_from_disk(self, tmp_path):
         from longrope2 import models
@@ -514,3 +557,32 @@ class TestRefusals:
             generate(model, ids, mask, streamer=Fails(None))
         assert model.longrope2.run is None
         Oracle().check(generate(model, ids, mask), mask)
+
+    @pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3"])
+    def test_the_switch_length_is_kept(self, family, tmp_path):
+        switching_model(family, switch_length=20).save_pretrained(tmp_path)
+        again = load(AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager"))
+        assert again.longrope2.switch_length == 20
+        ids, mask = batch_of(18)
+        Oracle(family, switch_length=20).check(generate(again, ids, mask, new=5), mask)
+        given = load(again, switch_length=25)
+        assert given.longrope2.switch_length == 25
+        # Other factors know nothing of it, and the original window needs no mention.
+        assert switching(again, again.longrope2.factors).longrope2.switch_length == ORIGINAL_LENGTH
+        again.save_pretrained(tmp_path)
+        assert "longrope2" not in json.loads((tmp_path / "config.json").read_text())
+
+    def test_a_switch_length_stored_in_a_folder(self, tmp_path):
+        switching_model().save_pretrained(tmp_path)
+        before = json.loads((tmp_path / "config.json").read_text())
+        saved.store_switch_length(tmp_path, 20)
+        assert load(AutoModelForCausalLM.from_pretrained(tmp_path)).longrope2.switch_length == 20
+        saved.store_switch_length(tmp_path, ORIGINAL_LENGTH)
+        assert json.loads((tmp_path / "config.json").read_text()) == before
+        with pytest.raises(LongRopeError, match=r"no config\.json to store"):
+            saved.store_switch_length(tmp_path / "nowhere", 20)
+
+    @pytest.mark.parametrize("value", ["20", 2.5, True])
+    def test_a_stored_switch_length_that_is_no_number(self, value):
+        with pytest.raises(FactorsError, match="must be a number of tokens"):
+            saved.read_switch_length({"longrope2": {"switch_length": value}})

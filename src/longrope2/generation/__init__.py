@@ -12,10 +12,10 @@ from longrope2.factors import RescaleFactors
 from longrope2.families import read_config
 from longrope2.generation.model import SwitchingModel, choose_rows, note_rows
 from longrope2.generation.run import STRATEGIES, Strategy, Switch
-from longrope2.generation.saved import read_factors, write_factors
+from longrope2.generation.saved import read_factors, read_switch_length, write_factors
 from longrope2.rotary import install
 
-__all__ = ["STRATEGIES", "Strategy", "Switch", "load", "switching"]
+__all__ = ["STRATEGIES", "Strategy", "Switch", "check_switch_length", "load", "switching"]
 
 
 def load(
@@ -31,12 +31,14 @@ def load(
     """A transformers model whose `generate` is exact on both sides of the switch.
 
     `model` is what `longrope2.models.load` takes, or a live model; `factors` a value, a factors file, or None
-    for those in the model's own longrope config. See `switching` for the rest.
+    for those in the model's own longrope config, with the switch length saved there. See `switching` for the rest.
     """
     if isinstance(model, str | Path | models.ModelInfo):
         model = models.load(model, dtype=dtype, device=device).model
     if factors is None:
         factors = read_factors(model.config)
+        if switch_length is None:
+            switch_length = read_switch_length(model.config.to_dict())
     elif not isinstance(factors, RescaleFactors):
         factors = RescaleFactors.load(factors)
     return switching(model, factors, switch_length=switch_length, strategy=strategy, shadow_chunk=shadow_chunk)
@@ -55,15 +57,12 @@ def switching(
     A row is long once it attends to more than `switch_length` tokens, by default the original window. When it
     crosses, `recompute` runs it again at once, `shadow` does so ahead, `shadow_chunk` tokens with each of the
     last steps before, and `pin` chooses a side for the whole call by prompt and max_new_tokens. The model's
-    config becomes one with these factors, so that `save_pretrained` writes them.
+    config becomes one with these factors and this switch length, so that `save_pretrained` writes them.
     """
     if strategy not in STRATEGIES:
         raise LongRopeError(f"strategy {strategy!r} is not known", hint=f"choose one of {', '.join(STRATEGIES)}")
     switch_length = factors.original_length if switch_length is None else switch_length
-    if not 1 <= switch_length <= factors.target_length:
-        raise LongRopeError(
-            f"switch_length must lie from 1 to the target length {factors.target_length}, got {switch_length}"
-        )
+    check_switch_length(switch_length, factors.target_length)
     if shadow_chunk < 1:
         raise LongRopeError(f"shadow_chunk must be at least 1, got {shadow_chunk}")
     factors.check_fits(read_config(model.config.to_dict(), original_length=factors.original_length).rope)
@@ -78,8 +77,14 @@ def switching(
         model.register_forward_hook(note_rows, with_kwargs=True)
     rotary.switch_length = switch_length
     model.longrope2 = Switch(rotary=rotary, switch_length=switch_length, strategy=strategy, shadow_chunk=shadow_chunk)
-    write_factors(model.config, factors)
+    write_factors(model.config, factors, switch_length)
     return model
+
+
+def check_switch_length(switch_length: int, target_length: int) -> None:
+    """Refuse a switch length that no row could have or that leaves none for the long side."""
+    if not 1 <= switch_length <= target_length:
+        raise LongRopeError(f"switch_length must lie from 1 to the target length {target_length}, got {switch_length}")
 
 
 @cache

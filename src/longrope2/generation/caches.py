@@ -104,7 +104,10 @@ def replace_rows(cache: Any, rows: list[int], source: Any) -> None:
     """
     if getattr(cache, "offloading", False) and torch.cuda.is_available():
         torch.cuda.synchronize()  # its layers move between devices on a stream of their own
+    indices: dict[torch.device, Tensor] = {}  # one copy to each device, which the host has to wait for
     for layer, new in zip(cache.layers, source.layers, strict=True):
-        index = torch.tensor(rows, device=layer.keys.device)
-        layer.keys.index_copy_(0, index, new.keys.to(layer.keys.device))
-        layer.values.index_copy_(0, index, new.values.to(layer.values.device))
+        device = layer.keys.device
+        if device not in indices:
+            indices[device] = torch.tensor(rows, device=device)
+        layer.keys.index_copy_(0, indices[device], new.keys.to(device))
+        layer.values.index_copy_(0, indices[device], new.values.to(device))

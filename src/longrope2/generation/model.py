@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from transformers.generation.configuration_utils import GenerationMode
 
-from longrope2.console import warn
 from longrope2.errors import LongRopeError
 from longrope2.generation.caches import Filled, check_kind, note, noted, num_cached, without_padding
-from longrope2.generation.run import Run, Switch, step_inputs
+from longrope2.generation.run import EndedRows, Run, Switch, step_inputs
+from longrope2.generation.saved import warn_of_single_attention_factor
 
 EXACT_MODES = {
     GenerationMode.GREEDY_SEARCH,
@@ -79,13 +79,20 @@ class SwitchingModel(_Model):
         if cache is not None:
             check_kind(cache)
             run.take(cache, input_ids)
-        return run.advance(cache, input_ids, input_ids.shape[1], chunk=chunk, **_without_cache(model_kwargs))
+        start, stop = num_cached(cache), input_ids.shape[1]
+        outputs = run.advance(self, cache, input_ids, start, stop, chunk=chunk, **_without_cache(model_kwargs))
+        run.before_token(input_ids, cache, attention_mask=mask, position_ids=model_kwargs["position_ids"])
+        return outputs
+
+    def _get_stopping_criteria(self, *args: Any, **kwargs: Any) -> EndedRows:
+        ended = self.longrope2.ended = EndedRows(super()._get_stopping_criteria(*args, **kwargs))
+        return ended
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
         """Called before every decode step: the moment to switch."""
         run = self.longrope2.run
         if run is not None:
-            run.before_step(
+            run.before_token(
                 input_ids,
                 kwargs.get("past_key_values"),
                 attention_mask=kwargs.get("attention_mask"),
@@ -102,12 +109,7 @@ class SwitchingModel(_Model):
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         """As in transformers: a plain folder whose config carries the factors."""
-        factors = self.longrope2.factors
-        if factors.long_attention_factor != factors.short_attention_factor:
-            warn(
-                f"plain transformers knows one attention factor and will use {factors.long_attention_factor:g} for "
-                f"short sequences too, where {factors.short_attention_factor:g} is right; longrope2 reads both"
-            )
+        warn_of_single_attention_factor(self.longrope2.factors)
         super().save_pretrained(*args, **kwargs)
 
 

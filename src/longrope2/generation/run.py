@@ -1,12 +1,11 @@
 """One call of `generate`: how long every row is, when it crosses the switch, and the work that takes."""
 
-import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import GenerationMixin
+from transformers import GenerationMixin, StoppingCriteriaList
 
 from longrope2.console import warn
 from longrope2.errors import LongRopeError
@@ -21,6 +20,7 @@ from longrope2.generation.caches import (
     replace_rows,
     without_padding,
 )
+from longrope2.generation.shadows import Schedule
 from longrope2.rotary import RescaledRotary, is_long
 
 Strategy = Literal["recompute", "shadow", "pin"]
@@ -42,10 +42,13 @@ class Switch:
     """Tokens per row and decode step that `shadow` spends on the coming cache."""
     allow_beyond: bool = False
     """Whether the `generate` under way may grow beyond the target length."""
+    ended: "EndedRows | None" = None
+    """Which rows of the `generate` under way have ended."""
     run: "Run | None" = None
     """The call of `generate` that is under way."""
     extra_tokens: list[int] = field(default_factory=list)
-    """For each decode step of the latest `generate`: tokens of one row run again for the switch."""
+    """For each new token of the latest `generate`: how many tokens of a row were run again before it, for the
+    switch. The first one comes from the prompt."""
 
     @property
     def factors(self) -> RescaleFactors:
@@ -58,11 +61,32 @@ class Switch:
 
     def start(self, *, allow_beyond: bool) -> None:
         """A call of `generate` begins; its run follows once the prompt is known."""
-        self.run, self.extra_tokens, self.allow_beyond = None, [], allow_beyond
+        self.run, self.ended, self.extra_tokens, self.allow_beyond = None, None, [], allow_beyond
 
     def end(self) -> None:
         """It has ended, well or not: plain forwards choose for themselves again."""
-        self.run = self.rotary.long_rows = None
+        self.run = self.ended = self.rotary.long_rows = None
+
+
+class EndedRows(StoppingCriteriaList):
+    """transformers' criteria, which also remember the rows that have ended and go on as padding."""
+
+    rows: Tensor | None = None
+    """[batch] bool, on the device; None before the first token."""
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        """As in transformers: the rows that end with their last token."""
+        done = super().__call__(input_ids, scores, **kwargs)
+        self.rows = done if self.rows is None else self.rows | done
+        return done
+
+    def among(self, rows: list[int]) -> set[int]:
+        """Those of `rows` that have ended; waits for the device, so it is asked only before extra work."""
+        # Without an end token transformers lets rows go on that another criterion has stopped.
+        if self.rows is None or not any(hasattr(criterion, "eos_token_id") for criterion in self):
+            return set()
+        ended = self.rows.tolist()
+        return {row for row in rows if ended[row]}
 
 
 class Run:
@@ -73,7 +97,7 @@ class Run:
         self.model = model
         self.switch: Switch = model.longrope2
         self.chunk: int | None = config.prefill_chunk_size
-        self.returns_cache_rows = config.num_beams == 1
+        self.has_beams = config.num_beams > 1
         self.prompt_mask = mask
         self.prompt_columns = input_ids.shape[1]
         # The width of the batch at the last forward: the last token is never run.
@@ -84,8 +108,8 @@ class Run:
             self.prompt_lengths = mask.sum(dim=-1).cpu()
         at_choice = self.last_columns if self.switch.strategy == "pin" else self.prompt_columns
         self.long_rows = self.switch.is_long(self.lengths(at_choice))
-        # Long caches under construction, by the width of the batch at which their rows will cross.
-        self.shadows: dict[int, Any] = {}
+        self.crossings = {} if self.switch.strategy == "pin" else self._crossings()
+        self.schedule = Schedule(self.crossings if self.switch.strategy == "shadow" else {}, self.switch.shadow_chunk)
         # One tensor for the whole run: a compiled decode step keeps reading it.
         self._device_rows = self.long_rows.to(model.device)
         self.switch.rotary.long_rows = self._device_rows
@@ -93,6 +117,15 @@ class Run:
     def lengths(self, columns: int) -> Tensor:
         """Tokens each row attends to when the batch is this wide."""
         return self.prompt_lengths + (columns - self.prompt_columns)
+
+    def _crossings(self) -> dict[int, list[int]]:
+        """The rows that cross within this call, by the width of the batch when they do."""
+        crossings: dict[int, list[int]] = {}
+        for row, length in enumerate(self.prompt_lengths.tolist()):
+            columns = self.prompt_columns + self.switch.switch_length + 1 - length
+            if not self.long_rows[row] and columns <= self.last_columns:
+                crossings.setdefault(columns, []).append(row)
+        return crossings
 
     def take(self, cache: Any, input_ids: Tensor) -> None:
         """Go on with a cache from before if it holds this conversation on the right side; else refill it."""
@@ -104,7 +137,7 @@ class Run:
 
     def note_cache(self, sequences: Tensor) -> None:
         """At the end, write on the cache what is in it."""
-        if self.cache is None or not self.returns_cache_rows:
+        if self.cache is None or self.has_beams:
             return
         mask = None
         if self.prompt_mask is not None:
@@ -115,8 +148,10 @@ class Run:
 
     def advance(
         self,
+        forward: Any,
         cache: Any,
         input_ids: Tensor,
+        start: int,
         stop: int,
         *,
         chunk: int | None = None,
@@ -124,11 +159,11 @@ class Run:
         position_ids: Tensor,
         **inputs: Any,
     ) -> Any:
-        """Run the columns from the end of the cache to `stop`, in chunks; returns the last outputs."""
-        start, outputs = num_cached(cache), None
+        """Run the columns from `start`, the end of the cache, to `stop`, in chunks; returns the last outputs."""
+        outputs = None
         while start < stop:
             end = stop if chunk is None else min(start + chunk, stop)
-            outputs = self.model(
+            outputs = forward(
                 **step_inputs(
                     self.model,
                     input_ids[:, start:end],
@@ -142,85 +177,89 @@ class Run:
             start = end
         return outputs
 
-    def before_step(self, input_ids: Tensor, cache: Any, **inputs: Any) -> None:
-        """Make the cache fit the next decode step: `input_ids` is the whole batch, its last column not yet run."""
-        columns = input_ids.shape[1]
-        if self.switch.strategy == "pin":
-            return
-        long_now = self.switch.is_long(self.lengths(columns))
-        crossing = (long_now & ~self.long_rows).nonzero().flatten().tolist()
+    def before_token(self, input_ids: Tensor, cache: Any, **inputs: Any) -> None:
+        """Make the cache fit the next forward: `input_ids` is the whole batch, its last column not yet run.
+
+        Called for the prompt too, once its columns have all been run: `shadow` may have to begin with it.
+        """
         extra = 0
-        if cache is not None:
-            if self.switch.strategy == "shadow":
-                extra = self._grow_shadows(columns, input_ids, cache, **inputs)
-            elif crossing:
-                extra = self._recompute(crossing, input_ids, cache, **inputs)
-        if crossing:
-            self.long_rows = long_now
-            self._device_rows.copy_(long_now)
+        if self.switch.strategy == "shadow" and cache is not None:
+            extra = self._grow_shadows(input_ids, cache, **inputs)
+        elif rows := self._going_on(self.crossings.get(input_ids.shape[1], [])):
+            if cache is not None:
+                extra = self._recompute(rows, input_ids, cache, **inputs)
+            self._turn_long(rows)
         self.switch.extra_tokens.append(extra)
+
+    def _turn_long(self, rows: list[int]) -> None:
+        self.long_rows[rows] = True
+        self._device_rows.copy_(self.long_rows)
+
+    def _going_on(self, rows: list[int]) -> list[int]:
+        """Those of `rows` that have not ended: nobody reads the padding that follows."""
+        ended = self.switch.ended
+        if not rows or ended is None or self.has_beams or len(self.long_rows) == 1:  # a lone row ends the call
+            return rows
+        gone = ended.among(rows)
+        return [row for row in rows if row not in gone]
 
     def _recompute(self, rows: list[int], input_ids: Tensor, cache: Any, **inputs: Any) -> int:
         """The paper's way: run the crossing rows again, all at once."""
         stop = input_ids.shape[1] - 1
         if len(rows) == len(input_ids):
             empty(cache)  # one cache in memory, not two
-            self._run_long(rows, cache, input_ids, stop, **inputs)
+            self._run_long(rows, cache, input_ids, 0, stop, **inputs)
         else:
             fresh = blank_like(cache)
-            self._run_long(rows, fresh, input_ids, stop, **inputs)
+            self._run_long(rows, fresh, input_ids, 0, stop, **inputs)
             replace_rows(cache, rows, fresh)
         return stop
 
-    def _grow_shadows(self, columns: int, input_ids: Tensor, cache: Any, **inputs: Any) -> int:
-        """Run a chunk for every row whose switch is near, and swap in the caches of those who cross now."""
-        most, chunk = 0, self.switch.shadow_chunk
-        for crossing_columns, rows in self._coming(columns).items():
-            done = num_cached(self.shadows.get(crossing_columns))
-            needed = crossing_columns - 1 - done
-            steps_left = crossing_columns - columns + 1  # this step and the one that crosses included
-            if needed > (steps_left - 1) * chunk:
-                shadow = self.shadows.setdefault(crossing_columns, blank_like(cache))
-                # More than a chunk only if the prompt left too few steps; then evenly over those there are.
-                amount = min(max(chunk, math.ceil(needed / steps_left)), needed, columns - done)
-                self._run_long(rows, shadow, input_ids, done + amount, **inputs)
-                most = max(most, amount)
-            if crossing_columns == columns:
-                replace_rows(cache, rows, self.shadows.pop(columns))
-        return most
-
-    def _coming(self, columns: int) -> dict[int, list[int]]:
-        """The rows that cross from now on within this call, by the width of the batch when they do."""
-        coming: dict[int, list[int]] = {}
-        lengths = self.lengths(columns).tolist()
-        for row, length in enumerate(lengths):
-            crossing_columns = columns + self.switch.switch_length + 1 - length
-            if not self.long_rows[row] and crossing_columns <= self.last_columns:
-                coming.setdefault(crossing_columns, []).append(row)
-        return coming
+    def _grow_shadows(self, input_ids: Tensor, cache: Any, **inputs: Any) -> int:
+        """Run what is due of the caches built ahead, and swap in those whose rows cross now."""
+        columns, extra = input_ids.shape[1], 0
+        for shadow, stop in self.schedule.due(columns):
+            if not self._going_on(shadow.rows):
+                self.schedule.drop(shadow)
+                continue
+            if shadow.cache is None:
+                shadow.cache = blank_like(cache)
+            self._run_long(shadow.rows, shadow.cache, input_ids, shadow.done, stop, **inputs)
+            extra += stop - shadow.done
+            shadow.done = stop
+            if shadow.crossing == columns:
+                replace_rows(cache, shadow.rows, shadow.cache)
+                self._turn_long(shadow.rows)
+        return extra
 
     def _run_long(
         self,
         rows: list[int],
         cache: Any,
         input_ids: Tensor,
+        start: int,
         stop: int,
         *,
         attention_mask: Tensor | None,
         position_ids: Tensor,
     ) -> None:
+        def chosen(tensor: Tensor) -> Tensor:
+            # All rows are the common case, and choosing by index makes the host wait for the device.
+            return tensor if len(rows) == len(input_ids) or len(tensor) == 1 else tensor[rows]
+
         rotary = self.switch.rotary
         rotary.long_rows = True
         try:
             self.advance(
+                self.model.base_model,  # nobody asks for logits
                 cache,
-                input_ids[rows],
+                chosen(input_ids),
+                start,
                 stop,
                 chunk=self.chunk,
-                attention_mask=None if attention_mask is None else attention_mask[rows],
-                position_ids=position_ids if len(position_ids) == 1 else position_ids[rows],
+                attention_mask=None if attention_mask is None else chosen(attention_mask),
+                position_ids=chosen(position_ids),
                 use_cache=True,
-                logits_to_keep=1,
             )
         finally:
             rotary.long_rows = self._device_rows

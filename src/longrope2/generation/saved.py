@@ -1,14 +1,23 @@
 """Factors in a transformers config and out of it, so that `save_pretrained` writes what plain engines read."""
 
+import json
+from pathlib import Path
 from typing import Any
 
-from longrope2.errors import FactorsError
+from longrope2.console import warn
+from longrope2.errors import FactorsError, ModelError
 from longrope2.factors import RescaleFactors
-from longrope2.families import FULL_ATTENTION, read_config
+from longrope2.families import FULL_ATTENTION, LONG_MSCALE, SHORT_MSCALE, accept_mscales, read_config
+from longrope2.files import write_json
+from longrope2.models import ModelInfo
+
+# Beside the RoPE parameters, whose unknown keys transformers complains about; here it passes over them.
+OWN_KEY, SWITCH_LENGTH = "longrope2", "switch_length"
 
 
-def write_factors(config: Any, factors: RescaleFactors) -> None:
+def write_factors(config: Any, factors: RescaleFactors, switch_length: int) -> None:
     """Turn a model's config, in place, into one with these factors; sliding layers keep their own RoPE."""
+    accept_mscales()
     nested = FULL_ATTENTION in (config.rope_parameters or {})
     before = config.rope_parameters[FULL_ATTENTION] if nested else config.rope_parameters or {}
     kept = {name: before[name] for name in ("partial_rotary_factor",) if name in before}
@@ -21,17 +30,32 @@ def write_factors(config: Any, factors: RescaleFactors) -> None:
         "original_max_position_embeddings": factors.original_length,
         "factor": factors.extension_ratio,
         "attention_factor": factors.long_attention_factor,
+        # What vLLM and SGLang read, which otherwise apply √(1 + ln s/ln L_train); transformers passes over these.
+        LONG_MSCALE: factors.long_attention_factor,
+        SHORT_MSCALE: factors.short_attention_factor,
     }
-    if factors.long_attention_factor != factors.short_attention_factor:
-        # The names vLLM reads; transformers knows one for both sides, and passes over these.
-        parameters |= {
-            "long_mscale": factors.long_attention_factor,
-            "short_mscale": factors.short_attention_factor,
-        }
     config.rope_parameters = {**config.rope_parameters, FULL_ATTENTION: parameters} if nested else parameters
     config.max_position_embeddings = factors.target_length
     if hasattr(config, "original_max_position_embeddings"):  # Phi-3, where it overrides the parameters
         config.original_max_position_embeddings = factors.original_length
+    if switch_length != factors.original_length:
+        setattr(config, OWN_KEY, {SWITCH_LENGTH: switch_length})
+    elif hasattr(config, OWN_KEY):
+        delattr(config, OWN_KEY)
+
+
+def warn_of_single_attention_factor(factors: RescaleFactors) -> None:
+    """Say, where a model is saved with two attention factors, what plain transformers will make of them."""
+    if factors.long_attention_factor != factors.short_attention_factor:
+        warn(
+            f"plain transformers knows one attention factor and will use {factors.long_attention_factor:g} for "
+            f"short sequences too, where {factors.short_attention_factor:g} is right; longrope2 reads both"
+        )
+
+
+def carries_factors(info: ModelInfo) -> bool:
+    """Whether a model's config has factors of its own."""
+    return info.reading.rescaled is not None and info.reading.rescaled.method == "longrope"
 
 
 def read_factors(config: Any) -> RescaleFactors:
@@ -53,6 +77,30 @@ def read_factors(config: Any) -> RescaleFactors:
         target_length=reading.window,
         long=tuple(parameters["long_factor"]),
         short=reading.rescaled.factors,
-        long_attention_factor=parameters.get("long_mscale", attention_factor),
-        short_attention_factor=parameters.get("short_mscale", attention_factor),
+        long_attention_factor=parameters.get(LONG_MSCALE, attention_factor),
+        short_attention_factor=parameters.get(SHORT_MSCALE, attention_factor),
     )
+
+
+def read_switch_length(config: dict[str, Any]) -> int | None:
+    """The switch length that a config.json carries; None where it is the original window."""
+    own = config.get(OWN_KEY, {})
+    length = own.get(SWITCH_LENGTH) if isinstance(own, dict) else own
+    if length is not None and (not isinstance(length, int) or isinstance(length, bool)):
+        raise FactorsError(f"{SWITCH_LENGTH} in the model's config must be a number of tokens, got {length!r}")
+    return length
+
+
+def store_switch_length(folder: Path, switch_length: int) -> None:
+    """Write a switch length into the config.json of a saved model; its original window takes it out again."""
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ModelError(
+            f"{folder}: no config.json to store a switch length in",
+            hint="store it in the folder of an extended model, or pass --switch-length when you generate",
+        )
+    config = json.loads(file.read_text(encoding="utf-8"))
+    config.pop(OWN_KEY, None)
+    if switch_length != read_config(config).rope.original_length:
+        config[OWN_KEY] = {SWITCH_LENGTH: switch_length}
+    write_json(file, config)

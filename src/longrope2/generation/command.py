@@ -1,0 +1,253 @@
+"""`longrope2 generate`: a prompt from anywhere, text on stdout, and on stderr what the switch cost."""
+
+import math
+import statistics
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TextStreamer
+
+from longrope2.console import say
+from longrope2.errors import DataError, LongRopeError
+from longrope2.factors import RescaleFactors
+from longrope2.generation import Strategy, Switch, check_switch_length, load
+from longrope2.generation.saved import carries_factors
+from longrope2.models import describe, load_tokenizer
+from longrope2.models import load as load_model
+
+DEFAULT_NEW_TOKENS = 256
+LEAST_TEMPERATURE = 1e-6
+"""Logits divided by much less are no longer finite."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is chosen; greedy unless a temperature or top_p is given."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.temperature and not LEAST_TEMPERATURE <= self.temperature < math.inf:
+            raise LongRopeError(
+                f"temperature must be 0 or at least {LEAST_TEMPERATURE:g}, got {self.temperature:g}", hint="0 is greedy"
+            )
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise LongRopeError(f"top_p must lie above 0 and at most at 1, got {self.top_p:g}")
+        if not 0 <= self.seed < 1 << 63:
+            raise LongRopeError(f"seed must lie from 0 to 2^63 - 1, got {self.seed}")
+
+    def options(self) -> dict[str, Any]:
+        """For transformers; also where a model's own generation config says otherwise."""
+        if self.temperature == 0 or (self.temperature is None and self.top_p is None):
+            return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        return {"do_sample": True, "temperature": self.temperature or 1.0, "top_p": self.top_p or 1.0, "top_k": 0}
+
+
+class Listener(TextStreamer):
+    """Hears every token when it comes: notes the time, and prints at once if it is to stream."""
+
+    def __init__(self, tokenizer: Any, *, stream: bool) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._stream = stream
+        self.times: list[float] = []
+        """When the prompt went in, and when each new token came out."""
+        self._tokens: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        """Take the prompt, then one new token a call."""
+        if self.times:
+            self._tokens += value.tolist()
+        self.times.append(time.perf_counter())
+        if self._stream:
+            super().put(value)
+
+    def end(self) -> None:
+        """Print what has not been printed yet."""
+        if self._stream:
+            super().end()
+        else:
+            print(self.tokenizer.decode(self._tokens, skip_special_tokens=True), flush=True)
+            self._tokens = []
+
+
+def run_generate(
+    model: str,
+    *,
+    prompt: str,
+    factors_file: Path | None,
+    max_new_tokens: int | None,
+    stream: bool,
+    strategy: Strategy | None,
+    switch_length: int | None,
+    sampling: Sampling,
+    raw: bool,
+    allow_beyond: bool,
+) -> None:
+    """Everything that can be refused is refused before the weights are loaded."""
+    factors = None if factors_file is None else RescaleFactors.load(factors_file)
+    info = describe(model, original_length=factors.original_length if factors else None)
+    if factors is not None:
+        factors.check_fits(info.rope, model)
+    has_factors = factors is not None or carries_factors(info)
+    if not has_factors and (strategy or switch_length):
+        raise LongRopeError(
+            f"{model} has no factors, so there is nothing to switch to",
+            hint="pass --factors FILE, or leave out --switch and --switch-length",
+        )
+    tokenizer = load_tokenizer(info)
+    ids = encode(tokenizer, prompt, raw=raw)
+    window = info.reading.window if factors is None else factors.target_length
+    if switch_length is not None:
+        check_switch_length(switch_length, window)
+    room = _room(len(ids), max_new_tokens, window, allow_beyond=allow_beyond, has_factors=has_factors)
+
+    live = load_model(info).model
+    options: dict[str, Any] = sampling.options()
+    if has_factors:
+        live = load(live, factors, switch_length=switch_length, strategy=strategy or "recompute")
+        options["allow_beyond"] = allow_beyond
+    torch.manual_seed(sampling.seed)
+    listener = Listener(tokenizer, stream=stream)
+    input_ids = torch.tensor([ids], device=live.device)
+    end = live.generation_config.eos_token_id
+    end = tokenizer.eos_token_id if end is None else end
+    pad = end[0] if isinstance(end, list) else end
+    interrupted = False
+    try:
+        live.generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            max_new_tokens=room,
+            streamer=listener,
+            eos_token_id=end,
+            pad_token_id=0 if pad is None else pad,
+            **options,
+        )
+    except KeyboardInterrupt:
+        listener.end()  # what was generated so far is the user's
+        interrupted = True
+    except torch.OutOfMemoryError as error:
+        raise LongRopeError(
+            f"out of memory at a prompt of {len(ids):,} tokens ({live.dtype} on {live.device})",
+            hint="use a shorter prompt, or a GPU with more memory",
+        ) from error
+    _tell(Timing(listener.times), len(ids), room, live.longrope2 if has_factors else None)
+    if interrupted:
+        raise KeyboardInterrupt
+
+
+def read_prompt(text: str | None, file: Path | None, argument: str | None) -> str:
+    """The prompt from the one place that was named; `argument` and `file` may be '-' for stdin."""
+    named = [source for source in (text, file, argument) if source is not None]
+    if len(named) != 1 or argument not in (None, "-"):
+        raise LongRopeError(
+            "no prompt given" if not named else "one prompt is expected, and one place it comes from",
+            hint="give --prompt TEXT, --prompt-file FILE, or - to read it from stdin",
+        )
+    if text is None:
+        text = _decoded(file or Path("-"))
+    if not text.strip():
+        raise DataError("the prompt is empty", hint="give --prompt TEXT, --prompt-file FILE, or - to read stdin")
+    return text
+
+
+def _decoded(file: Path) -> str:
+    name = "stdin" if str(file) == "-" else str(file)
+    try:
+        content = sys.stdin.buffer.read() if name == "stdin" else file.read_bytes()
+    except OSError as error:
+        raise DataError(f"{name}: cannot be read ({error.strerror})") from error
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        text = "\0"
+    if "\0" in text:
+        raise DataError(f"{name}: not a text file in UTF-8", hint="a prompt is plain text")
+    return text
+
+
+def encode(tokenizer: Any, prompt: str, *, raw: bool = False) -> list[int]:
+    """The prompt as one turn of a chat where the tokenizer has a template for that, else as plain text."""
+    if tokenizer.chat_template and not raw:
+        turn = [{"role": "user", "content": prompt}]
+        text = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
+        return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+    return list(tokenizer(prompt, verbose=False).input_ids)
+
+
+def _room(prompt: int, wanted: int | None, window: int, *, allow_beyond: bool, has_factors: bool) -> int:
+    """How many new tokens to ask for, or an error if they do not fit the window."""
+    if wanted is not None and wanted < 1:
+        raise LongRopeError(f"--max-new-tokens must be at least 1, got {wanted}")
+    left = window - prompt
+    if allow_beyond or left >= (wanted or 1):
+        return wanted or (DEFAULT_NEW_TOKENS if allow_beyond else min(DEFAULT_NEW_TOKENS, left))
+    kind = "extended window" if has_factors else "window"
+    hints = [f"--max-new-tokens {left}" if left > 0 else "a shorter prompt"]
+    hints += [] if has_factors else ["--factors FILE for a longer window"]
+    hints += ["--allow-beyond to try all the same"]
+    what = f"the prompt has {prompt:,} tokens"
+    what += f", and {wanted:,} new ones are asked for" if left > 0 else ""
+    raise LongRopeError(f"{what}: more than the {kind} of {window:,}", hint=", or ".join(hints))
+
+
+@dataclass(frozen=True)
+class Timing:
+    """When the prompt went in and when each new token came out, in seconds."""
+
+    times: list[float]
+    gaps: list[float] = field(init=False)
+    """What each new token took; the first one includes reading the prompt."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "gaps", [b - a for a, b in zip(self.times, self.times[1:], strict=False)])
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of decoding, without the prompt; None before the second token."""
+        decoding = sum(self.gaps[1:])
+        return (len(self.gaps) - 1) / decoding if decoding else None
+
+    def cost(self, extra_tokens: list[int]) -> tuple[float, float, float]:
+        """Of the switch: seconds in all, the slowest token with work for it, and a usual token without."""
+        decoding = list(zip(self.gaps[1:], extra_tokens[1:], strict=False))
+        busy = [gap for gap, extra in decoding if extra]
+        usual = statistics.median([gap for gap, extra in decoding if not extra] or [0.0])
+        return max(0.0, sum(busy) - usual * len(busy)), max(busy, default=0.0), usual
+
+
+def _tell(timing: Timing, prompt: int, room: int, switch: Switch | None) -> None:
+    if not timing.gaps:
+        return
+    speed = timing.tokens_per_second
+    say(
+        f"prompt of {prompt:,} tokens, first new one after {timing.gaps[0]:.2f} s; "
+        f"{len(timing.gaps):,} new tokens" + ("" if speed is None else f", {speed:.1f} tokens/s")
+    )
+    if switch is not None:
+        say(_switch_note(timing, prompt, room, switch))
+
+
+def _switch_note(timing: Timing, prompt: int, room: int, switch: Switch) -> str:
+    limit = f"{switch.switch_length:,} tokens"
+    if switch.strategy == "pin":
+        side = "long" if prompt + room - 1 > switch.switch_length else "original"  # the last one is never run
+        return f"{side} RoPE throughout, pinned by prompt and --max-new-tokens; the switch length is {limit}"
+    if prompt > switch.switch_length:
+        return f"long RoPE from the start: the prompt is above the switch length of {limit}"
+    crossing = switch.switch_length + 1 - prompt  # index of the first new token that long RoPE computed
+    if crossing >= len(timing.gaps):
+        return f"original RoPE throughout: the switch length of {limit} was not exceeded"
+    seconds, slowest, usual = timing.cost(switch.extra_tokens)
+    note = (
+        f"switched to long RoPE after {limit}, at new token {crossing + 1:,}: {switch.strategy} took "
+        f"{seconds:.2f} s; the slowest token {slowest:.3f} s, a usual one {usual:.3f} s"
+    )
+    with_prompt = switch.extra_tokens[0]
+    return note + (f"; {with_prompt:,} tokens were run ahead with the prompt" if with_prompt else "")

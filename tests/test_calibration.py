@@ -1,0 +1,177 @@
+"""Where to switch: what is measured equals plain forwards, and the rule follows from it."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longrope2 import calibration
+from longrope2.books import read_books
+from longrope2.calibration import TOLERANCE, CalibrationConfig, calibrate, conclusion, recommend, run_calibrate
+from longrope2.errors import DataError, LongRopeError
+from longrope2.generation import load as load_switching
+from longrope2.methods import rescale
+from longrope2.models import describe, load
+from longrope2.needles import make_needles
+from longrope2.perplexity import Score, Scorer
+from longrope2.rotary import rescaled
+
+CONFIG = CalibrationConfig(lengths=(192, 288), documents=2, depths=(0.0, 0.5))
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return load("tiny", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def factors(tiny):
+    return rescale("yarn", tiny.info.rope, 1024)
+
+
+@pytest.fixture(scope="module")
+def result(tiny, factors):
+    return calibrate(tiny, factors, CONFIG)
+
+
+def test_both_sides_equal_plain_forwards(result, tiny, factors):
+    books = list(read_books(held_out=True))
+    assert [point["length"] for point in result["points"]] == [192, 256, 288]
+    for point in result["points"]:
+        documents = make_needles(tiny.tokenizer, books, length=point["length"], count=2, seed=0, depth=(0.0, 0.5))
+        means = {}
+        for side in ("original", "long"):
+            found = []
+            for document in documents:
+                tokens = torch.tensor([document.token_ids])
+                with rescaled(tiny.model, factors, long_rows=side == "long"), torch.no_grad():
+                    logits = tiny.model(tokens, use_cache=False).logits[0, document.answer_start - 1 : -1]
+                answer = tokens[0, document.answer_start :]
+                found.append(torch.nn.functional.cross_entropy(logits.double(), answer).item())
+                exact = bool((logits.argmax(-1) == answer).all())
+                assert point[side]["by_document"][len(found) - 1]["exact"] is exact
+            means[side] = sum(found) / 2
+            assert point[side]["nll"] == pytest.approx(means[side], abs=1e-5)
+        assert point["gain"] == pytest.approx(means["original"] - means["long"], abs=1e-5)
+
+
+def test_the_result_is_json_and_speaks_of_it(result):
+    again = json.loads(json.dumps(result, allow_nan=False))
+    assert again["config"]["documents"] == 2
+    assert again["factors"]["method"] == "yarn"
+    assert f"recommended switch length: {result['switch_length']:,}" in conclusion(result)
+
+
+class TestTheRule:
+    def test_the_window_stands_where_nothing_speaks_against_it(self):
+        found = recommend({64: (0.0, 0.1), 128: (-0.1, 0.1), 256: (0.1, 0.1), 512: (0.0, 0.1)}, 256)
+        assert (found.switch_length, found.lowest, found.highest) == (256, 64, 512)
+
+    def test_an_effective_window_shorter_than_the_trained_one(self):
+        """SmolLM2's case: at its whole window the original RoPE fails, at three quarters it is as good."""
+        found = recommend({2048: (-0.2, 0.02), 4096: (-0.2, 0.02), 6144: (0.0, 0.1), 8192: (2.5, 0.3)}, 8192)
+        assert (found.switch_length, found.lowest, found.highest) == (6144, 4096, 6144)
+
+    def test_an_original_rope_that_reaches_further(self):
+        found = recommend({128: (-1.0, 0.1), 256: (-1.0, 0.1), 320: (-0.5, 0.1), 512: (2.0, 0.1)}, 256)
+        assert found.switch_length == 320
+
+    def test_a_large_gain_that_is_not_certain_changes_nothing(self):
+        assert recommend({128: (-0.1, 0.01), 256: (1.0, 0.6)}, 256).switch_length == 256
+
+    def test_a_certain_gain_that_does_not_matter_changes_nothing(self):
+        assert recommend({128: (-0.1, 0.01), 256: (0.9 * TOLERANCE, 1e-6)}, 256).switch_length == 256
+
+    @given(st.lists(st.tuples(st.floats(0, 5), st.floats(0, 5)), min_size=1, max_size=8), st.integers(0, 7))
+    def test_property_it_is_the_cheapest_by_counting(self, nlls, window):
+        """Without errors: no measured length costs less by more than the tolerance, none as cheap is nearer."""
+        points = {100 * (i + 1): nll for i, nll in enumerate(nlls)}
+        window = 100 * (window % len(nlls) + 1)
+
+        def cost(switch):
+            return sum(original if length <= switch else long for length, (original, long) in points.items())
+
+        found = recommend({length: (a - b, 0.0) for length, (a, b) in points.items()}, window)
+        least = min(map(cost, points))
+        assert cost(found.switch_length) <= least + TOLERANCE + 1e-9
+        nearer = [length for length in points if abs(length - window) < abs(found.switch_length - window)]
+        assert all(cost(length) > least + TOLERANCE - 1e-9 for length in nearer)
+
+
+class TestTheCommand:
+    def options(self, **changes):
+        options = {"output": None, "store": False, "as_json": False, "documents": 2, "lengths": (192, 288)}
+        return {"factors_file": None, **options, **changes}
+
+    def test_files_and_the_stored_length(self, tiny, factors, tmp_path, capsys, monkeypatch):
+        folder = tmp_path / "model"
+        load_switching("tiny", factors, device="cpu").save_pretrained(folder)
+        tiny.tokenizer.save_pretrained(folder)
+        run_calibrate(str(folder), **self.options(output=tmp_path / "out", store=True))
+        result = json.loads((tmp_path / "out" / "calibration.json").read_text())
+        assert (tmp_path / "out" / "calibration.png").read_bytes().startswith(b"\x89PNG")
+        assert f"recommended switch length: {result['switch_length']}" in capsys.readouterr().out
+        assert load_switching(folder, device="cpu").longrope2.switch_length == result["switch_length"]
+
+        monkeypatch.setattr(calibration, "calibrate", lambda *_: {**result, "switch_length": 192})
+        run_calibrate(str(folder), **self.options(store=True, as_json=True))
+        assert json.loads(capsys.readouterr().out)["switch_length"] == 192
+        assert load_switching(folder, device="cpu").longrope2.switch_length == 192
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"lengths": (2048,)}, r"lengths \[2048\] are beyond the target length 1024"),
+            ({"documents": 1}, "documents must be at least 2, got 1"),
+            ({"store": True}, "--store writes into the config.json of a folder that has its own factors"),
+            ({"factors_file": None}, "no factors were given, and tiny has none of its own\nhint: pass --factors FILE"),
+            ({"output": Path(__file__)}, "test_calibration.py: cannot be written"),
+        ],
+    )
+    def test_refusals_before_weights_are_loaded(self, changes, message, factors, tmp_path, monkeypatch):
+        monkeypatch.setattr(calibration, "load", lambda *_: pytest.fail("weights were loaded"))
+        factors.save(tmp_path / "f.json")
+        with pytest.raises(LongRopeError, match=message):
+            run_calibrate("tiny", **self.options(**{"factors_file": tmp_path / "f.json", **changes}))
+
+    def test_a_named_length_must_hold_a_document(self, tiny, factors):
+        with pytest.raises(DataError, match="no room for its sentences"):
+            calibrate(tiny, factors, CalibrationConfig(lengths=(64,), documents=2))
+
+    def test_books_that_are_not_there_are_no_matter_of_length(self, tiny, factors, capsys):
+        with pytest.raises(DataError, match="'nowhere' is neither a file or folder"):
+            calibrate(tiny, factors, CalibrationConfig(books="nowhere", documents=2))
+        assert capsys.readouterr().err == ""
+
+    def test_results_are_shown_even_if_they_cannot_be_kept(self, result, tmp_path, capsys, monkeypatch):
+        monkeypatch.setattr(calibration, "load", lambda *_: None)
+        monkeypatch.setattr(calibration, "calibrate", lambda *_: result)
+        (tmp_path / "calibration.json").mkdir()  # a file cannot take its name
+        rescale("yarn", describe("tiny").rope, 1024).save(tmp_path / "f.json")
+        with pytest.raises(OSError):
+            run_calibrate("tiny", **self.options(factors_file=tmp_path / "f.json", output=tmp_path))
+        assert "recommended switch length" in capsys.readouterr().out
+
+    def test_a_default_length_need_not(self, factors):
+        lengths = CalibrationConfig().all_lengths(factors)
+        assert lengths == [64, 128, 192, 224, 256, 320, 384, 512]
+        assert CalibrationConfig(lengths=(300,)).all_lengths(factors) == [256, 300]
+
+
+def test_logits_that_are_not_finite_are_named(tiny, factors, monkeypatch):
+    monkeypatch.setattr(Scorer, "__call__", lambda *_: [Score(math.inf, 7, False)])
+    with pytest.raises(LongRopeError, match="not finite at 192 tokens"):
+        calibrate(tiny, factors, CONFIG)
+
+
+def test_a_model_that_does_not_retrieve_is_told(factors, capsys):
+    points = [
+        {"length": 256, "gain": 0.1, "gain_error": 0.2, "original": {"worst": 0.0}, "long": {"worst": 0.0}},
+    ]
+    found = calibration._conclusions(points, factors.original_length)
+    assert (found["original_stops"], found["long_better_from"]) == (256, None)
+    assert "take the recommendation as a guess" in capsys.readouterr().err

@@ -1,0 +1,236 @@
+"""`longrope2 generate` as a user meets it."""
+
+import io
+import os
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from longrope2 import cli
+from longrope2.books import read_books
+from longrope2.generation import command, load
+from longrope2.generation.command import Sampling, Timing, encode, read_prompt
+from longrope2.methods import rescale
+from longrope2.models import load as load_model
+from longrope2.rotary import rescaled
+
+WINDOW, TARGET = 256, 1024
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return load_model("tiny", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def factors(tiny):
+    return rescale("yarn", tiny.info.rope, TARGET)
+
+
+@pytest.fixture(scope="module")
+def factors_file(factors, tmp_path_factory):
+    file = tmp_path_factory.mktemp("factors") / "yarn.json"
+    factors.save(file)
+    return file
+
+
+@pytest.fixture(scope="module")
+def book(tiny):
+    """A text of 250 tokens: seven more are beyond the window."""
+    ids = tiny.tokenizer(next(read_books(held_out=True)).text[5000:8000]).input_ids[:250]
+    text = tiny.tokenizer.decode(ids, skip_special_tokens=True)
+    assert tiny.tokenizer(text).input_ids == ids
+    return text
+
+
+@pytest.fixture
+def longrope2(monkeypatch, capsys):
+    """Run a command in this process: its exit code, stdout and stderr."""
+
+    def run(*arguments, stdin=None):
+        monkeypatch.setattr(sys, "argv", ["longrope2", *map(str, arguments)])
+        if stdin is not None:
+            monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        out, err = capsys.readouterr()
+        return SimpleNamespace(code=exit_.value.code or 0, out=out, err=err)
+
+    return run
+
+
+def expected_text(tiny, factors, prompt, new, *, switch_length=WINDOW):
+    """Greedy text by fresh forwards without cache, each on its side of the switch."""
+    ids = tiny.tokenizer(prompt).input_ids
+    start = len(ids)
+    for _ in range(new):
+        with rescaled(tiny.model, factors, long_rows=len(ids) > switch_length, check=False), torch.no_grad():
+            ids.append(int(tiny.model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    return tiny.tokenizer.decode(ids[start:], skip_special_tokens=True) + "\n"
+
+
+class TestText:
+    @pytest.mark.parametrize("way", [[], ["--stream"], ["--switch", "shadow"]])
+    def test_it_is_exact_across_the_switch(self, way, longrope2, tiny, factors, factors_file, book):
+        result = longrope2(
+            "generate", "tiny", "--prompt", book, "--factors", factors_file, "--max-new-tokens", 14, *way
+        )
+        assert result.code == 0, result.err
+        assert result.out == expected_text(tiny, factors, book, 14)
+        name = "shadow" if "shadow" in way else "recompute"
+        assert f"switched to long RoPE after 256 tokens, at new token 8: {name} took" in result.err
+        assert "tokens/s" in result.err
+
+    def test_work_ahead_that_begins_with_the_prompt(self, longrope2, tiny, factors, factors_file, book):
+        options = ["--switch", "shadow", "--switch-length", 250, "--max-new-tokens", 3]
+        result = longrope2("generate", "tiny", "--prompt", book, "--factors", factors_file, *options)
+        assert result.out == expected_text(tiny, factors, book, 3, switch_length=250)
+        assert "at new token 2: shadow took" in result.err
+        assert "; 128 tokens were run ahead with the prompt" in result.err
+
+    def test_prompts_from_a_file_and_from_stdin(self, longrope2, tiny, factors, factors_file, book, tmp_path):
+        file = tmp_path / "prompt.txt"
+        file.write_text(book, encoding="utf-8")
+        options = ["--factors", factors_file, "--max-new-tokens", 3]
+        results = [
+            longrope2("generate", "tiny", "--prompt-file", file, *options),
+            longrope2("generate", "tiny", "-", *options, stdin=book.encode()),
+            longrope2("generate", "tiny", "--prompt-file", "-", *options, stdin=book.encode()),
+        ]
+        assert {result.out for result in results} == {expected_text(tiny, factors, book, 3)}
+        assert "original RoPE throughout" in results[0].err
+
+    def test_a_saved_model_with_its_switch_length(self, longrope2, tiny, factors, book, tmp_path):
+        model = load("tiny", factors, switch_length=252, device="cpu")
+        model.save_pretrained(tmp_path)
+        tiny.tokenizer.save_pretrained(tmp_path)
+        result = longrope2("generate", tmp_path, "--prompt", book, "--max-new-tokens", 6)
+        assert result.out == expected_text(tiny, factors, book, 6, switch_length=252)
+        assert "after 252 tokens" in result.err
+        result = longrope2("generate", tmp_path, "--prompt", book, "--max-new-tokens", 4, "--switch-length", 200)
+        assert result.out == expected_text(tiny, factors, book, 4, switch_length=200)
+        assert "long RoPE from the start" in result.err
+
+    def test_a_base_model_without_factors(self, longrope2, tiny, factors, book):
+        result = longrope2("generate", "tiny", "--prompt", book)
+        assert result.out == expected_text(tiny, factors, book, 6)  # what its window leaves
+        assert "RoPE" not in result.err
+        beyond = longrope2("generate", "tiny", "--prompt", book, "--max-new-tokens", 9, "--allow-beyond")
+        assert beyond.out.startswith(result.out.rstrip("\n"))
+        assert "9 new tokens" in beyond.err
+
+    def test_pin_says_its_side(self, longrope2, factors_file, book):
+        options = ["generate", "tiny", "--prompt", book, "--factors", factors_file, "--switch", "pin"]
+        assert "original RoPE throughout, pinned" in longrope2(*options, "--max-new-tokens", 7).err
+        assert "long RoPE throughout, pinned" in longrope2(*options, "--max-new-tokens", 8).err
+
+    def test_sampling_follows_its_seed(self, longrope2, book):
+        texts = [
+            longrope2("generate", "tiny", "--prompt", book, "--temperature", 2, "--seed", seed).out
+            for seed in (1, 1, 2)
+        ]
+        assert texts[0] == texts[1] != texts[2]
+
+    def test_chat_template(self, tiny):
+        tokenizer = load_model("tiny", device="cpu").tokenizer
+        tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}answer:"
+        assert tokenizer.decode(encode(tokenizer, "hello there")) == "[user] hello there answer:"
+        assert encode(tokenizer, "hello there", raw=True) == encode(tiny.tokenizer, "hello there")
+
+
+class TestInterrupts:
+    def test_ctrl_c_keeps_what_was_streamed(self):
+        arguments = ["generate", "tiny", "--prompt", "Once upon a time", "--stream", "--max-new-tokens", "1M"]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "longrope2", *arguments, "--allow-beyond"],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        )  # fmt: skip
+        begun = process.stdout.read(20)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 130, err
+        assert len((begun + out).decode()) >= 20
+        assert out.endswith(b"\n")
+        assert err.decode().endswith("interrupted\n")
+        assert b"Traceback" not in err
+
+    def test_ctrl_c_prints_what_was_not(self, longrope2, monkeypatch, tiny, factors, book):
+        put = command.Listener.put
+
+        def interrupt(listener, value):
+            put(listener, value)
+            if len(listener.times) == 4:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(command.Listener, "put", interrupt)
+        result = longrope2("generate", "tiny", "--prompt", book)
+        assert result.code == 130
+        assert result.out == expected_text(tiny, factors, book, 3)
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ([], "no prompt given"),
+            (["--prompt", "a", "--prompt-file", "b"], "one prompt is expected"),
+            (["--prompt", "a", "-"], "one prompt is expected"),
+            (["text"], "one prompt is expected"),
+            (["--prompt", " \n"], "the prompt is empty"),
+            (["--prompt-file", "nowhere.txt"], "nowhere.txt: cannot be read (No such file or directory)"),
+            (["--prompt-file", "."], ".: cannot be read (Is a directory)"),
+            (["--prompt-file", "binary"], "binary: not a text file in UTF-8"),
+            (["--prompt-file", "zeros"], "zeros: not a text file in UTF-8"),
+            (["--prompt", "a", "--max-new-tokens", "0"], "'0' is not a length"),
+            (["--prompt", "a", "--max-new-tokens", "300"], "more than the window of 256\nhint: --max-new-tokens 25"),
+            (["--prompt", "a", "--factors", "F", "--max-new-tokens", "2k"], "more than the extended window of 1,024"),
+            (["--prompt", "a " * 2000, "--factors", "F"], "tokens: more than the extended window of 1,024"),
+            (["--prompt", "a", "--switch", "shadow"], "tiny has no factors, so there is nothing to switch to"),
+            (["--prompt", "a", "--factors", "F", "--switch-length", "2k"], "switch_length must lie from 1 to"),
+            (["--prompt", "a", "--factors", "nowhere.json"], "nowhere.json: no such file"),
+            (["--prompt", "a", "--factors", "OTHER"], "these factors were made for another model than tiny"),
+            (["--prompt", "a", "--temperature", "-1"], "temperature must be 0 or at least 1e-06, got -1"),
+            (["--prompt", "a", "--temperature", "nan"], "temperature must be 0 or at least 1e-06, got nan"),
+            (["--prompt", "a", "--temperature", "1e-300"], "temperature must be 0 or at least 1e-06, got 1e-300"),
+            (["--prompt", "a", "--seed", "-1"], "seed must lie from 0 to 2^63 - 1, got -1"),
+            (["--prompt", "a", "--seed", str(1 << 64)], "seed must lie from 0 to 2^63 - 1"),
+            (["--prompt", "a", "--top-p", "1.5"], "top_p must lie above 0"),
+        ],
+    )
+    def test_one_message_before_any_weights_are_read(
+        self, options, message, longrope2, factors, factors_file, monkeypatch, tmp_path
+    ):
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\x80")
+        (tmp_path / "zeros").write_bytes(b"text\x00text")
+        other = {**factors.to_json(), "theta": 5e5}
+        type(factors).from_json(other).save(tmp_path / "other.json")
+        monkeypatch.setattr(command, "load_model", lambda *_: pytest.fail("weights were loaded"))
+        names = {"F": factors_file, "OTHER": "other.json"}
+        result = longrope2("generate", "tiny", *(names.get(option, option) for option in options))
+        assert result.code == 2
+        assert result.err.replace("error: ", "").startswith(message) or message in result.err
+        assert result.out == ""
+
+    def test_an_empty_stdin(self, monkeypatch):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
+        with pytest.raises(Exception, match="the prompt is empty"):
+            read_prompt(None, None, "-")
+
+
+def test_greedy_even_where_the_model_would_sample():
+    assert Sampling().options()["do_sample"] is Sampling(temperature=0.0, top_p=0.5).options()["do_sample"] is False
+    options = Sampling(top_p=0.5).options()
+    assert (options["do_sample"], options["temperature"], options["top_p"], options["top_k"]) == (True, 1.0, 0.5, 0)
+
+
+def test_the_cost_of_a_switch():
+    """Tokens of 1 s, two of them with work that takes 3 s and 2 s more; the prompt is not counted."""
+    timing = Timing([0.0, 9.0, 10.0, 14.0, 17.0, 18.0])
+    assert timing.cost([7, 0, 5, 5, 0]) == (5.0, 4.0, 1.0)
+    assert timing.tokens_per_second == 4 / 9
+    assert Timing([0.0, 1.0]).tokens_per_second is None
