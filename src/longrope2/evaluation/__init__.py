@@ -1,0 +1,1 @@
+"""What a model can do at which length: samples, answers and scores."""

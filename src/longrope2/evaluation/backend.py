@@ -1,0 +1,216 @@
+"""A live model that answers prompts and scores texts in batches, each row on its side of the switch."""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from longrope2.attention import our_attention
+from longrope2.errors import LongRopeError
+from longrope2.evaluation.decoding import RowsCache, one_token_each, rows_attention
+from longrope2.evaluation.samples import cut_at_stop
+from longrope2.generation.run import Switch
+from longrope2.perplexity import LOGIT_ROWS, Score, head_logits, total
+
+# Of the memory that is free once the weights are loaded, the rest being for activations.
+CACHE_SHARE = 0.5
+CPU_BATCH_TOKENS = 1 << 15
+# Enough to hide the cost of starting kernels for a small model, few enough to leave work for every process.
+BATCH_ROWS = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """Tokens to continue greedily."""
+
+    token_ids: Sequence[int]
+    max_new_tokens: int
+    stop: Sequence[str] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """Tokens to score: those from `start` on, given what stands before them."""
+
+    token_ids: Sequence[int]
+    start: int
+
+
+class Backend(Protocol):
+    """What the engine needs of whatever runs the model."""
+
+    tokenizer: Any
+    window: int
+    """The longest sequence the model is made for."""
+    batch_rows: int
+    """How many prompts a batch may hold, and how many tokens:"""
+
+    def batch_tokens(self) -> int:
+        """As many as memory allows."""
+
+    def answer(self, prompts: Sequence[Prompt]) -> list[str]:
+        """Greedy continuations, up to the end of text, a stop string or their limit."""
+
+    def score(self, spans: Sequence[Span]) -> list[Score]:
+        """The likelihood of texts."""
+
+
+class TorchBackend:
+    """A transformers model, switching (`longrope2.load`) or plain."""
+
+    batch_rows = BATCH_ROWS
+
+    def __init__(self, model: Any, tokenizer: Any, *, window: int) -> None:
+        self.model, self.tokenizer, self.window = model, tokenizer, window
+        self._switch: Switch | None = getattr(model, "longrope2", None)
+        declared = model.generation_config.eos_token_id
+        declared = declared if isinstance(declared, list) else [declared]
+        self._ends = {end for end in (*declared, tokenizer.eos_token_id) if end is not None}
+
+    def batch_tokens(self) -> int:
+        """As many as fit into half of the free memory of a GPU; on a CPU enough to keep it busy."""
+        if self.model.device.type != "cuda":
+            return CPU_BATCH_TOKENS
+        config = self.model.config.get_text_config()
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        per_token = 2 * config.num_hidden_layers * heads * head_dim * self.model.dtype.itemsize
+        free, _ = torch.cuda.mem_get_info(self.model.device)
+        return int(CACHE_SHARE * free) // per_token
+
+    def answer(self, prompts: Sequence[Prompt]) -> list[str]:
+        """Rows that may cross the switch while they answer go through `generate`, the others together."""
+        crossing = [row for row, prompt in enumerate(prompts) if self._may_cross(prompt)]
+        together = [row for row in range(len(prompts)) if row not in crossing]
+        with self._out_of_memory("answering", max(len(prompt.token_ids) for prompt in prompts)):
+            tokens: dict[int, list[int]] = {row: self._generate(prompts[row]) for row in crossing}
+            if together:
+                tokens |= zip(together, self._decode([prompts[row] for row in together]), strict=True)
+        return [self._text(tokens[row], prompt.stop) for row, prompt in enumerate(prompts)]
+
+    def score(self, spans: Sequence[Span]) -> list[Score]:
+        """All in one forward: what pads a row on its right is never seen from the left."""
+        # The last token is only predicted, never run. So answers of one token to the same question share a row.
+        inputs = [tuple(span.token_ids[:-1]) for span in spans]
+        rows = {tokens: row for row, tokens in enumerate(dict.fromkeys(inputs))}
+        width = max(map(len, rows))
+        ids = torch.tensor([[*tokens, *[0] * (width - len(tokens))] for tokens in rows], device=self.model.device)
+        with torch.no_grad(), our_attention(self.model), self._out_of_memory("scoring", width):
+            self._choose([len(tokens) + 1 for tokens in rows])
+            hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+            return [self._score_span(hidden[rows[key]], span) for key, span in zip(inputs, spans, strict=True)]
+
+    def _score_span(self, hidden: Tensor, span: Span) -> Score:
+        tokens = torch.tensor(span.token_ids, device=hidden.device)
+        pieces = []
+        for begin in range(span.start, len(tokens), LOGIT_ROWS):
+            expected = tokens[begin : begin + LOGIT_ROWS]
+            # The state that predicts a token stands one position before it.
+            logits = head_logits(self.model, hidden[None, begin - 1 : begin - 1 + len(expected)])[0].float()
+            nll = F.cross_entropy(logits, expected, reduction="sum").double().item()
+            exact = bool((logits.argmax(-1) == expected).all().item())
+            pieces.append(Score(nll if math.isfinite(nll) else math.inf, len(expected), exact))
+        return total(pieces)
+
+    def _decode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        lengths = [len(prompt.token_ids) for prompt in prompts]
+        cache = RowsCache(lengths, max(prompt.max_new_tokens for prompt in prompts) - 1)
+        answers: list[list[int]] = [[] for _ in prompts]
+        device = self.model.device
+        with torch.no_grad(), rows_attention(self.model):
+            tokens = self._next(torch.cat([self._fill(cache, row, prompt) for row, prompt in enumerate(prompts)]))
+            positions = torch.tensor(lengths, device=device)[:, None]
+            while not self._take(prompts, answers, tokens.tolist()):
+                cache.grow()
+                self._choose(lengths)
+                with one_token_each(cache.visible(device)):
+                    hidden = self._forward(tokens[:, None], positions, cache)
+                tokens = self._next(hidden)
+                positions = positions + 1
+        return answers
+
+    def _fill(self, cache: RowsCache, row: int, prompt: Prompt) -> Tensor:
+        """Run one prompt; returns its last hidden state."""
+        cache.filling = row
+        try:
+            self._choose([len(prompt.token_ids)])
+            ids = torch.tensor([prompt.token_ids], device=self.model.device)
+            positions = torch.arange(ids.shape[1], device=ids.device)[None]
+            # A copy, or every prompt's states would stay in memory.
+            return self._forward(ids, positions, cache)[:, -1:].clone()
+        finally:
+            cache.filling = None
+
+    def _forward(self, ids: Tensor, positions: Tensor, cache: RowsCache) -> Tensor:
+        # The part below the head has none of the hooks that guard a switching model's own caches.
+        outputs = self.model.base_model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
+        hidden: Tensor = outputs.last_hidden_state
+        return hidden
+
+    def _next(self, hidden: Tensor) -> Tensor:
+        return head_logits(self.model, hidden)[:, -1].float().argmax(-1)
+
+    def _take(self, prompts: Sequence[Prompt], answers: list[list[int]], tokens: list[int]) -> bool:
+        """Add a token to every answer that goes on; whether all have ended."""
+        for prompt, answer, token in zip(prompts, answers, tokens, strict=True):
+            if not self._ended(prompt, answer):
+                answer.append(token)
+        return all(self._ended(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True))
+
+    def _ended(self, prompt: Prompt, answer: list[int]) -> bool:
+        if not answer:
+            return False
+        if len(answer) >= prompt.max_new_tokens or answer[-1] in self._ends:
+            return True
+        return bool(prompt.stop) and any(word in self.tokenizer.decode(answer) for word in prompt.stop)
+
+    def _choose(self, lengths: Sequence[int]) -> None:
+        """Tell the rotary module which rows are long; before each forward, since a head's forward asks anew."""
+        if self._switch is not None:
+            long_rows = self._switch.is_long(torch.tensor(lengths))
+            same = bool(long_rows.all() or not long_rows.any())
+            # One side for all is the common case, and needs nothing on the device.
+            self._switch.rotary.long_rows = bool(long_rows[0]) if same else long_rows.to(self.model.device)
+
+    def _may_cross(self, prompt: Prompt) -> bool:
+        if self._switch is None:
+            return False
+        last = len(prompt.token_ids) + prompt.max_new_tokens - 1  # the last new token is never run
+        return len(prompt.token_ids) <= self._switch.switch_length < last
+
+    def _generate(self, prompt: Prompt) -> list[int]:
+        ids = torch.tensor([prompt.token_ids], device=self.model.device)
+        output = self.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=prompt.max_new_tokens,
+            do_sample=False,
+            num_beams=1,
+            repetition_penalty=1.0,
+            temperature=None,
+            top_p=None,
+            top_k=None,
+            eos_token_id=sorted(self._ends) or None,
+            pad_token_id=min(self._ends, default=0),
+            allow_beyond=True,
+        )
+        new: list[int] = output[0, ids.shape[1] :].tolist()
+        return new
+
+    def _text(self, tokens: list[int], stop: Sequence[str]) -> str:
+        return cut_at_stop(str(self.tokenizer.decode(tokens, skip_special_tokens=True)), stop)
+
+    @contextmanager
+    def _out_of_memory(self, doing: str, longest: int) -> Iterator[None]:
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise LongRopeError(
+                f"out of memory while {doing} {longest:,} tokens ({self.model.dtype} on {self.model.device})",
+                hint="lower --batch-tokens, use shorter lengths, or a GPU with more memory",
+            ) from error

@@ -1,0 +1,83 @@
+"""Perplexity of books by length: of one full window, and of a longer stretch through a sliding one."""
+
+import numpy as np
+
+from longrope2.books import long_enough, read_books
+from longrope2.evaluation.backend import Span
+from longrope2.evaluation.engine import Engine
+from longrope2.evaluation.results import Measured, Outcome, perplexity
+from longrope2.evaluation.samples import encode
+from longrope2.evaluation.suites import Setup, Suite
+from longrope2.perplexity import total
+
+NAME = "perplexity"
+FULL, SLIDING = "full", "sliding"
+DOCUMENTS = 10
+
+
+def documents(setup: Setup) -> list[list[int]]:
+    """The first tokens of so many books, in seeded order, as many as the longest length."""
+    length, wanted = setup.lengths[0], setup.samples or DOCUMENTS
+    books = list(read_books(setup.books, held_out=True if setup.books is None else None))
+    order = np.random.default_rng(setup.seed).permutation(len(books))
+    found: list[list[int]] = []
+
+    def count_tokens(text: str) -> int:
+        return len(encode(setup.tokenizer, text))
+
+    for book in long_enough((books[index] for index in order), length, count_tokens, note=setup.note):
+        found.append(_first_tokens(setup, book.text, length))
+        if len(found) == wanted:
+            break
+    if len(found) < wanted:
+        setup.note(f"perplexity: {len(found)} books of {length:,} tokens, {wanted} wanted")
+    return found
+
+
+def _first_tokens(setup: Setup, text: str, length: int) -> list[int]:
+    end = 6 * length
+    while True:
+        ids = encode(setup.tokenizer, text[:end])
+        # A margin, since the cut may fall into a word.
+        if len(ids) >= length + 8 or end >= len(text):
+            return ids[:length]
+        end *= 2
+
+
+def full(tokens: list[int], length: int) -> list[Span]:
+    """The first window: every token but the first, given all before it."""
+    return [Span(token_ids=tokens[:length], start=1)]
+
+
+def sliding(tokens: list[int], length: int) -> list[Span]:
+    """All tokens but the first, each given at least half a window, where there is so much before it.
+
+    Windows move on by half their length and score what is new in them (Press et al., 2021).
+    """
+    step = max(length // 2, 1)
+    spans = [Span(token_ids=tokens[:length], start=1)]
+    for end in range(length + step, len(tokens) + step, step):
+        window = tokens[max(0, min(end, len(tokens)) - length) : end]
+        new = min(end, len(tokens)) - (end - step)
+        spans.append(Span(token_ids=window, start=len(window) - new))
+    return spans
+
+
+MODES = {FULL: full, SLIDING: sliding}
+
+
+def run(setup: Setup, engine: Engine) -> Outcome:
+    """All lengths, on the same books."""
+    texts = documents(setup)
+    measured: list[Measured] = []
+    for length in setup.lengths:
+        for task in setup.tasks:
+            by_text = [MODES[task](tokens, length) for tokens in texts]
+            spans = [span for part in by_text for span in part]
+            scores = iter(engine.scores(spans, f"perplexity {task} {length:,}"))
+            whole = [total([next(scores) for _ in part]) for part in by_text]
+            measured.append(perplexity(whole, suite=NAME, task=task, length=length))
+    return Outcome(measured=measured)
+
+
+SUITE = Suite(name=NAME, tasks=(FULL, SLIDING), run=run)

@@ -1,0 +1,186 @@
+"""`longrope2 compare`: several evaluations side by side, methods as rows, in the layout of the paper's tables."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from longrope2.console import say, show_json, show_table, warn
+from longrope2.errors import DataError, LongRopeError, MissingExtraError
+from longrope2.evaluation.results import AVERAGE
+from longrope2.evaluation.suites import chosen
+from longrope2.evaluation.table import CAPTION, HEADS, TITLES, Score, Table, cell, suites_of
+from longrope2.figures import draw_by_length, draw_heatmaps, length_label
+from longrope2.files import write_json, write_text
+
+BY_LENGTH = ("ruler", "niah", "passkey")
+BY_TASK = ("loft", "infinitebench", "longbench", "short")
+RESULTS = "results.json"
+
+
+def compare(folders: Sequence[Path], *, base: str | None = None) -> dict[str, Any]:
+    """Read finished evaluations and put them side by side; `base` names the row that retention refers to."""
+    runs = [_read(folder) for folder in folders]
+    names = _names(runs)
+    base = _base(runs, names, base)
+    by_name = {name: run["scores"] for name, run in zip(names, runs, strict=True)}
+    tables = [table for suite in _all_suites(runs) for table in _tables(suite, by_name, base)]
+    return {
+        "runs": [
+            {"name": name, "folder": str(folder), **{key: run[key] for key in ("model", "factors", "notes")}}
+            for name, folder, run in zip(names, folders, runs, strict=True)
+        ],
+        "base": base,
+        "retention": retention(by_name, base),
+        "scores": by_name,
+        "grids": {name: run["grids"] for name, run in zip(names, runs, strict=True) if run["grids"]},
+        "tables": [asdict(table) for table in tables],
+        "markdown": "\n".join(table.markdown() for table in tables) + _remarks(names, runs),
+    }
+
+
+def run_compare(folders: Sequence[Path], output: Path | None, *, base: str | None, as_json: bool) -> None:
+    """`longrope2 compare`."""
+    result = compare(folders, base=base)
+    if output is not None:
+        write_json(output / "compare.json", result)
+        write_text(output / "compare.md", result["markdown"])
+        _draw(result, output)
+        say(f"wrote {output}/compare.md, compare.json and figures")
+    if as_json:
+        show_json(result)
+        return
+    for table in result["tables"]:
+        show_table(**table)
+
+
+def retention(by_name: Mapping[str, Sequence[Score]], base: str | None) -> dict[str, float]:
+    """Mean short score over the base model's, in percent, on the tasks that both have."""
+    if base is None:
+        return {}
+    originals = _short(by_name[base])
+    found = {}
+    for name, scores in by_name.items():
+        common = {task: score for task, score in _short(scores).items() if task in originals}
+        if common:
+            found[name] = 100 * sum(common.values()) / sum(originals[task] for task in common)
+    return found
+
+
+def _short(scores: Sequence[Score]) -> dict[str, float]:
+    return {score["task"]: score["score"] for score in scores if score["suite"] == "short" and score["task"] != AVERAGE}
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    path = folder / RESULTS if folder.is_dir() else folder
+    try:
+        result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        for key in ("name", "model", "factors", "notes", "scores", "grids"):
+            result[key]
+    except OSError as error:
+        raise DataError(
+            f"{path}: cannot be read ({error.strerror})", hint="give the folder of a finished `longrope2 evaluate`"
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path}: not the results of an evaluation", hint="evaluate again into that folder") from error
+    return result
+
+
+def _names(runs: Sequence[dict[str, Any]]) -> list[str]:
+    names = [str(run["name"]) for run in runs]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise LongRopeError(
+            f"several evaluations are named {', '.join(twice)}", hint="give each its own: longrope2 evaluate --name …"
+        )
+    return names
+
+
+def _base(runs: Sequence[dict[str, Any]], names: Sequence[str], base: str | None) -> str | None:
+    if base is not None:
+        return chosen("run", [base], names)[0]
+    plain = [name for name, run in zip(names, runs, strict=True) if run["factors"] is None]
+    return plain[0] if len(plain) == 1 else None
+
+
+def _all_suites(runs: Sequence[dict[str, Any]]) -> list[str]:
+    return suites_of([score for run in runs for score in run["scores"]])
+
+
+def _tables(suite: str, by_name: Mapping[str, Sequence[Score]], base: str | None) -> list[Table]:
+    own = {name: [score for score in scores if score["suite"] == suite] for name, scores in by_name.items()}
+    own = {name: scores for name, scores in own.items() if scores}
+    if suite == "perplexity":
+        tasks = dict.fromkeys(score["task"] for scores in own.values() for score in scores)
+        return [_by_length(f"{TITLES[suite]}, {task} windows", own, task, "95% intervals") for task in tasks]
+    if suite in BY_LENGTH:
+        return [_by_length(TITLES[suite], own, None, CAPTION)]
+    return [_by_task(suite, own, base if suite == "short" else None)]
+
+
+def _by_length(title: str, own: Mapping[str, Sequence[Score]], task: str | None, caption: str) -> Table:
+    """A row for each method, a column for each length."""
+    lengths = sorted({score["length"] for scores in own.values() for score in scores})
+    rows: list[list[str]] = []
+    shown: list[Score] = []
+    for name, scores in own.items():
+        found = [_overall([s for s in scores if s["length"] == length], task) for length in lengths]
+        shown += [score for score in found if score is not None]
+        rows.append([name, *map(cell, found)])
+    return Table(
+        title=title, columns=["Method", *map(length_label, lengths)], rows=rows, caption=_caption(caption, shown)
+    )
+
+
+def _overall(scores: Sequence[Score], task: str | None) -> Score | None:
+    """The score of a task; without one the average, or the only task there is."""
+    wanted = [score for score in scores if score["task"] == (task or AVERAGE)]
+    return wanted[0] if wanted else (scores[0] if scores and task is None else None)
+
+
+def _by_task(suite: str, own: Mapping[str, Sequence[Score]], base: str | None) -> Table:
+    """A row for each method, a column for each task, the average first."""
+    tasks = list(dict.fromkeys(score["task"] for scores in own.values() for score in scores))
+    tasks.sort(key=lambda task: task != AVERAGE)
+    kept = retention(own, base) if base in own else {}
+    rows = []
+    for name, scores in own.items():
+        found = {score["task"]: score for score in scores}
+        row = [name, *(cell(found.get(task)) for task in tasks)]
+        rows.append([*row, f"{kept[name]:.1f}%" if name in kept else "-"] if kept else row)
+    return Table(
+        title=TITLES[suite],
+        columns=["Method", *(HEADS.get(task, task) for task in tasks), *(["Retention"] if kept else [])],
+        rows=rows,
+        caption=_caption(CAPTION, [score for scores in own.values() for score in scores]),
+    )
+
+
+def _caption(caption: str, scores: Sequence[Score]) -> str:
+    counts = sorted({score["samples"] for score in scores})
+    samples = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    caption = f"{caption}; samples in a number: {samples}"
+    averages = sorted({score["metric"] for score in scores if score["task"] == AVERAGE})
+    return caption if len(averages) < 2 else f"{caption}; averages are not of the same tasks ({', '.join(averages)})"
+
+
+def _remarks(names: Sequence[str], runs: Sequence[dict[str, Any]]) -> str:
+    remarks = [f"- {name}: {note}\n" for name, run in zip(names, runs, strict=True) for note in run["notes"]]
+    return "\nNotes\n\n" + "".join(remarks) if remarks else ""
+
+
+def _draw(result: Mapping[str, Any], output: Path) -> None:
+    try:
+        ruler = {
+            name: [score for score in scores if score["suite"] == "ruler" and score["task"] == AVERAGE]
+            for name, scores in result["scores"].items()
+        }
+        ruler = {name: scores for name, scores in ruler.items() if scores}
+        if ruler:
+            draw_by_length(ruler, output / "ruler.png", label="RULER, mean over tasks (%)")
+        grids = {name: grids["niah"] for name, grids in result["grids"].items() if "niah" in grids}
+        if grids:
+            draw_heatmaps(grids, output / "niah.png")
+    except MissingExtraError as error:
+        warn(str(error))

@@ -1,0 +1,201 @@
+"""Prompts to answers, texts to likelihoods: in batches, on one process or many, each kept as soon as it is known.
+
+Batches depend on the samples alone, never on the number of processes or on what is known already, and one that was
+interrupted runs again as a whole. Rounding depends on who shares a batch; so a resumed run ends with the same answers.
+"""
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any, TypeVar
+
+from longrope2.console import ProgressLine
+from longrope2.distributed import World
+from longrope2.errors import DataError
+from longrope2.evaluation.backend import Backend, Prompt, Span
+from longrope2.evaluation.samples import Sample, digest
+from longrope2.journal import JournalFile
+from longrope2.perplexity import Score
+
+# A forward without a cache keeps a GPU busy with so many; more would only cost memory.
+SCORED_TOKENS = 1 << 15
+
+Item = TypeVar("Item")
+Value = TypeVar("Value")
+
+
+class Journal:
+    """Answers and likelihoods on disk, by what they depend on; with no path nothing is kept."""
+
+    def __init__(self, path: Path | None, header: dict[str, Any]) -> None:
+        self.answers: dict[str, str] = {}
+        self.scores: dict[str, Score] = {}
+        self.batch_tokens: int | None = None
+        """What the batches so far were made for."""
+        self._file = JournalFile(path, header, job="evaluation", verb="evaluate", take=self._take)
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """Keep an entry."""
+        self._file.append({"type": kind, **fields})
+
+    def sync(self) -> None:
+        """Everything so far survives whatever comes."""
+        self._file.sync()
+
+    def close(self) -> None:
+        """Write no more."""
+        self._file.close()
+
+    def _take(self, entry: dict[str, Any]) -> None:
+        if entry["type"] == "answer":
+            self.answers[entry["id"]] = str(entry["answer"])
+        elif entry["type"] == "likelihood":
+            nll = math.inf if entry["nll"] is None else float(entry["nll"])
+            self.scores[entry["id"]] = Score(nll, int(entry["tokens"]), bool(entry["exact"]))
+        elif entry["type"] == "batches":
+            self.batch_tokens = int(entry["tokens"])
+
+
+class Engine:
+    """Runs samples through a backend."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        journal: Journal,
+        here: World,
+        *,
+        batch_tokens: int | None = None,
+        beyond_window: bool = False,
+    ) -> None:
+        """The journal holds something on the main process only; `batch_tokens` defaults to what fits."""
+        self.backend, self.here = backend, here
+        self._journal, self._beyond_window = journal, beyond_window
+        known = here.gather((journal.answers, journal.scores, journal.batch_tokens))[0]
+        self._answers, self._scores, before = known
+        # Free memory differs from process to process and from run to run; batches must not.
+        self._batch_tokens: int = batch_tokens or before or min(here.gather(backend.batch_tokens()))
+        if self._batch_tokens != before:
+            journal.write("batches", tokens=self._batch_tokens)
+
+    def answers(self, samples: Sequence[Sample], label: str) -> list[str]:
+        """The model's answer to each sample."""
+        ids = [sample.digest() for sample in samples]
+
+        def compute(batch: Sequence[int]) -> list[str]:
+            return self.backend.answer([self._prompt(samples[index]) for index in batch])
+
+        def keep(index: int, answer: str) -> None:
+            sample = samples[index]
+            self._journal.write(
+                "answer",
+                id=ids[index],
+                sample=sample.key,
+                answer=answer,
+                references=list(sample.references),
+                score=sample.score and sample.score(answer, sample.references),
+                **({"details": dict(sample.details)} if sample.details else {}),
+            )
+
+        self._run(
+            plan_answers(samples, self._batch_tokens, self.backend.batch_rows),
+            ids,
+            self._answers,
+            [sample.length for sample in samples],
+            compute,
+            keep,
+            label,
+        )
+        return [self._answers[identity] for identity in ids]
+
+    def scores(self, spans: Sequence[Span], label: str) -> list[Score]:
+        """The likelihood of each span."""
+        ids = [digest("likelihood", list(span.token_ids), span.start) for span in spans]
+
+        def compute(batch: Sequence[int]) -> list[Score]:
+            return self.backend.score([spans[index] for index in batch])
+
+        def keep(index: int, score: Score) -> None:
+            nll = score.nll if math.isfinite(score.nll) else None
+            self._journal.write(
+                "likelihood", id=ids[index], sample=label, nll=nll, tokens=score.num_tokens, exact=score.exact
+            )
+
+        lengths = [len(span.token_ids) for span in spans]
+        self._run(plan_scores(spans), ids, self._scores, lengths, compute, keep, label)
+        return [self._scores[identity] for identity in ids]
+
+    def _prompt(self, sample: Sample) -> Prompt:
+        """Tokens of a sample, and as many new ones as the window has room for; the last one is never run."""
+        tokens = sample.tokens(self.backend.tokenizer)
+        room = self.backend.window + 1 - len(tokens)
+        if self._beyond_window:
+            room = sample.max_new_tokens
+        if room < 1:
+            raise DataError(
+                f"{sample.key}: its prompt has {len(tokens):,} tokens, the model's window {self.backend.window:,}",
+                hint="choose shorter lengths, or say --beyond-window",
+            )
+        return Prompt(token_ids=tokens, max_new_tokens=min(sample.max_new_tokens, room), stop=sample.stop)
+
+    def _run(
+        self,
+        batches: Sequence[Sequence[int]],
+        ids: Sequence[str],
+        known: dict[str, Value],
+        sizes: Sequence[int],
+        compute: Callable[[Sequence[int]], list[Value]],
+        keep: Callable[[int, Value], None],
+        label: str,
+    ) -> None:
+        """Compute the batches that hold anything unknown, one a process at a time."""
+        todo = [batch for batch in batches if any(ids[index] not in known for index in batch)]
+        if not todo:
+            return
+        # Counted in thousand tokens: what a sample costs depends on its length.
+        total = sum(sizes[index] for batch in todo for index in batch)
+        line = ProgressLine(math.ceil(total / 1000), f"{label}: thousand tokens") if self.here.is_main else None
+        done = 0
+        for begin in range(0, len(todo), self.here.size):
+            turn = todo[begin : begin + self.here.size]
+            mine = compute(turn[self.here.rank]) if self.here.rank < len(turn) else []
+            for batch, values in zip(turn, self.here.gather(mine), strict=False):
+                for index, value in zip(batch, values, strict=True):
+                    done += sizes[index]
+                    if ids[index] not in known:
+                        known[ids[index]] = value
+                        keep(index, value)
+            self._journal.sync()
+            if line is not None:
+                line.update(math.ceil(done / 1000))
+
+
+def plan_answers(samples: Sequence[Sample], batch_tokens: int, batch_rows: int) -> list[list[int]]:
+    """Indices of samples that share a batch: of one task and length, neighbours, as many as fit; longest first.
+
+    Longest first, so that memory runs out at once or never. By task, so that more samples or more tasks change no
+    batch that is known already, except the last of a task.
+    """
+    batches = []
+    for _, group in groupby(range(len(samples)), key=lambda index: _place(samples[index])):
+        indices = list(group)
+        rows = min(max(1, batch_tokens // samples[indices[0]].length), batch_rows)
+        batches += [indices[begin : begin + rows] for begin in range(0, len(indices), rows)]
+    return sorted(batches, key=lambda batch: -samples[batch[0]].length)
+
+
+def _place(sample: Sample) -> Hashable:
+    return sample.suite, sample.task, sample.length
+
+
+def plan_scores(spans: Sequence[Span]) -> list[list[int]]:
+    """Indices of spans that share a forward: of like length, longest first; equal questions lie side by side."""
+    order = sorted(range(len(spans)), key=lambda i: (-len(spans[i].token_ids), hash(tuple(spans[i].token_ids[:-1])), i))
+    batches: list[list[int]] = []
+    for index in order:
+        widest = len(spans[batches[-1][0]].token_ids) if batches else 0
+        if not batches or (len(batches[-1]) + 1) * widest > SCORED_TOKENS:
+            batches.append([])
+        batches[-1].append(index)
+    return batches

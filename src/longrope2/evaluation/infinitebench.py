@@ -1,0 +1,157 @@
+"""∞Bench: key-value retrieval, made here as its authors make it, and En.MC from its file.
+
+Wording is benchmark data. Base models get the prompts its authors wrote for a base model (YaRN-Mistral), chat models
+those they wrote for a chat model.
+"""
+
+import random
+import re
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from longrope2.errors import DataError
+from longrope2.evaluation.engine import Engine
+from longrope2.evaluation.results import Outcome, answered, by_task, with_averages
+from longrope2.evaluation.ruler.prompt import chat_frame
+from longrope2.evaluation.samples import Sample, encode, most_that_fit, read_rows, truncate_middle
+from longrope2.evaluation.suites import Setup, Suite, data_folder, existing
+
+NAME = "infinitebench"
+KEY_VALUE, CHOICE = "kv_retrieval", "longbook_choice_eng"
+PAIRS, COUNT, KEY_VALUE_TOKENS = 2500, 100, 50
+KEY_VALUE_PROMPT = (
+    "Extract the value corresponding to the specified key in the JSON object below.\n\n"
+    'JSON data:\n{{{pairs}}}\n\n\nKey: "{key}"\nThe value associated with the specified key is: '
+)
+CHOICE_TOKENS = 40
+CHOICE_PROMPT = (
+    "Read the book and answer the question.\n\n{context}\n\nQuestion: {question}\n"
+    "A. {a}\nB. {b}\nC. {c}\nD. {d}\n\nThe letter of the correct answer is"
+)
+CHOICE_CHAT_PROMPT = (
+    "Read the book and answer the question.\n\n{context}\n\nQuestion: {question}\n\n"
+    "Only one of the following options is correct, tell me the answer using one single letter (A, B, C, or D). "
+    "Don't say anything else.\nA. {a}\nB. {b}\nC. {c}\nD. {d}"
+)
+CHOICE_FILE = f"{CHOICE}.jsonl"
+SOURCE = f"{CHOICE_FILE} is a file of huggingface.co/datasets/xinrongzhang2022/InfiniteBench; put it into --data DIR"
+LETTERS = "ABCD"
+
+
+def find_files(data: Path | None, tasks: Sequence[str]) -> dict[str, Path]:
+    """The file of En.MC; key-value retrieval needs none."""
+    return {task: existing(data_folder(data, NAME, SOURCE) / CHOICE_FILE, SOURCE) for task in tasks if task == CHOICE}
+
+
+def value_found(prediction: str, references: Sequence[str]) -> float:
+    """1 if the value is one of the answer's words."""
+    words = re.sub(r"[\n:\"'.,?!{}]", " ", prediction).split()
+    return float(references[0] in words)
+
+
+def letter_chosen(prediction: str, references: Sequence[str]) -> float:
+    """1 if the first letter of the answer is the right one; failing that, what follows "answer is" and the like.
+
+    The references are the right option's text and its letter.
+    """
+    answer = prediction.strip()
+    if not answer:
+        return 0.0
+    if answer[0] in LETTERS:
+        return float(answer[0] in references)
+    if answer in references:
+        return 1.0
+    answer = re.sub(r" +", " ", re.sub(r"[\n\"'.,?!{}]", " ", answer))
+    for prefix in ("answer is:", "answer:", "answer is", "option is"):
+        if prefix in answer:
+            return float(answer.split(prefix, 1)[1][1:].startswith(tuple(references)))
+    letters = [word for word in answer.split() if word in LETTERS]
+    return float(bool(letters) and letters[0] in references)
+
+
+def key_value_samples(setup: Setup, length: int) -> list[Sample]:
+    """2,500 pairs of random identifiers, or as many as fit; the pair asked for moves from the first to the last."""
+    count = setup.samples or COUNT
+    frame = chat_frame(setup.tokenizer) if setup.chat else str
+    samples, pairs_that_fit = [], PAIRS
+    for index in range(count):
+        rng = random.Random(f"{setup.seed} {index}")  # noqa: S311
+        pairs = [(_identifier(rng), _identifier(rng)) for _ in range(PAIRS)]
+
+        def prompt(size: int, pairs: Sequence[tuple[str, str]] = pairs, index: int = index) -> str:
+            body = ", ".join(f'"{key}": "{value}"' for key, value in pairs[:size])
+            return frame(KEY_VALUE_PROMPT.format(pairs=body, key=pairs[index * size // count][0]))
+
+        def tokens(size: int, prompt: Callable[[int], str] = prompt) -> int:
+            return len(encode(setup.tokenizer, prompt(size)))
+
+        if index == 0:
+            pairs_that_fit = most_that_fit(tokens, PAIRS, length - KEY_VALUE_TOKENS)
+        size = pairs_that_fit
+        while tokens(size) > length - KEY_VALUE_TOKENS:  # other identifiers may take a few tokens more
+            size -= 1
+        asked = index * size // count
+        samples.append(
+            Sample(
+                suite=NAME,
+                task=KEY_VALUE,
+                length=length,
+                index=index,
+                prompt=prompt(size),
+                references=(pairs[asked][1],),
+                max_new_tokens=KEY_VALUE_TOKENS,
+                score=value_found,
+                details={"pairs": size, "asked": asked},
+            )
+        )
+    return samples
+
+
+def choice_samples(setup: Setup, length: int) -> list[Sample]:
+    """Questions on whole books, which are cut in their middle to fit."""
+    path = find_files(setup.data, [CHOICE])[CHOICE]
+    frame = chat_frame(setup.tokenizer) if setup.chat else str
+    most = length - CHOICE_TOKENS - len(encode(setup.tokenizer, frame("")))
+    samples = []
+    for index, row in enumerate(
+        read_rows(path, {"context": str, "input": str, "answer": (list, str), "options": list}, source=SOURCE)
+    ):
+        if index == setup.samples:
+            break
+        answer = row["answer"] if isinstance(row["answer"], str) else row["answer"][0]
+        if len(row["options"]) != len(LETTERS) or answer not in row["options"]:
+            raise DataError(f"{path}, sample {index + 1}: {answer!r} is none of its options", hint=SOURCE)
+        options = dict(zip("abcd", row["options"], strict=True))
+        template = CHOICE_CHAT_PROMPT if setup.chat else CHOICE_PROMPT
+        text = template.format(context=row["context"], question=row["input"], **options)
+        samples.append(
+            Sample(
+                suite=NAME,
+                task=CHOICE,
+                length=length,
+                index=index,
+                prompt=frame(truncate_middle(setup.tokenizer, text, most)),
+                references=(answer, LETTERS[row["options"].index(answer)]),
+                max_new_tokens=CHOICE_TOKENS,
+                score=letter_chosen,
+            )
+        )
+    return samples
+
+
+def _identifier(rng: random.Random) -> str:
+    return str(uuid.UUID(int=rng.getrandbits(128), version=4))
+
+
+MAKERS = {KEY_VALUE: key_value_samples, CHOICE: choice_samples}
+METRICS = {KEY_VALUE: "value found", CHOICE: "letter right"}
+
+
+def run(setup: Setup, engine: Engine) -> Outcome:
+    """At the longest length."""
+    samples = [sample for task in setup.tasks for sample in MAKERS[task](setup, setup.lengths[0])]
+    return Outcome(measured=with_averages(by_task(samples, answered(samples, engine, NAME), METRICS)))
+
+
+SUITE = Suite(name=NAME, tasks=(KEY_VALUE, CHOICE), run=run, find_files=find_files)

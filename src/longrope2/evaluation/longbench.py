@@ -1,0 +1,154 @@
+"""LongBench: its question answering, classification and code completion tasks, from its files, by its metrics.
+
+Wording is benchmark data. As its authors do, none of these prompts is put into a chat template.
+"""
+
+import difflib
+import re
+import string
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from longrope2.evaluation.engine import Engine
+from longrope2.evaluation.results import Outcome, answered, by_task, with_averages
+from longrope2.evaluation.samples import Fields, Sample, Scorer, read_rows, truncate_middle
+from longrope2.evaluation.suites import Setup, Suite, data_folder, existing
+
+NAME = "longbench"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One of its tasks."""
+
+    prompt: str
+    new_tokens: int
+    metric: str
+
+
+TASKS = {
+    "triviaqa": Task(
+        prompt="Answer the question based on the given passage. Only give me the answer and do not output any other "
+        "words. The following are some examples.\n\n{context}\n\n{input}",
+        new_tokens=32,
+        metric="F1",
+    ),
+    "trec": Task(
+        prompt="Please determine the type of the question below. Here are some examples of questions.\n\n"
+        "{context}\n{input}",
+        new_tokens=64,
+        metric="class right",
+    ),
+    "lcc": Task(
+        prompt="Please complete the code given below. \n{context}Next line of code:\n",
+        new_tokens=64,
+        metric="edit similarity",
+    ),
+    "repobench-p": Task(
+        prompt="Please complete the code given below. \n{context}{input}Next line of code:\n",
+        new_tokens=64,
+        metric="edit similarity",
+    ),
+}
+
+
+def source(task: str) -> str:
+    """Where a task's file comes from."""
+    return f"{task}.jsonl is in data.zip of huggingface.co/datasets/THUDM/LongBench; put it into --data DIR"
+
+
+def find_files(data: Path | None, tasks: Sequence[str]) -> dict[str, Path]:
+    """The file of each task."""
+    return {task: existing(data_folder(data, NAME, source(task)) / f"{task}.jsonl", source(task)) for task in tasks}
+
+
+def f1(prediction: str, references: Sequence[str]) -> float:
+    """Overlap of words on the first line, without articles and punctuation; the best over the references."""
+    return max((_word_f1(_first_line(prediction), reference) for reference in references), default=0.0)
+
+
+def _word_f1(prediction: str, reference: str) -> float:
+    found, expected = _words(prediction), _words(reference)
+    common = (Counter(found) & Counter(expected)).total()
+    if common == 0:
+        return 0.0
+    precision, recall = common / len(found), common / len(expected)
+    return 2 * precision * recall / (precision + recall)
+
+
+def _words(text: str) -> list[str]:
+    text = "".join(character for character in text.lower() if character not in string.punctuation)
+    return re.sub(r"\b(a|an|the)\b", " ", text).split()
+
+
+def class_right(prediction: str, references: Sequence[str], classes: Sequence[str]) -> float:
+    """One over the classes named on the first line, if the right one is among them; the best over the references."""
+    line = _first_line(prediction)
+    return max((_class_score(line, reference, classes) for reference in references), default=0.0)
+
+
+def _class_score(line: str, reference: str, classes: Sequence[str]) -> float:
+    named = [name for name in classes if name in line]
+    # A name that is only a part of the right one does not count. The published metric drops such names from the list
+    # it walks along, and so misses the one after each; its scores are what ours are compared with.
+    place = 0
+    while place < len(named):
+        if named[place] in reference and named[place] != reference:
+            named.remove(named[place])
+        place += 1
+    return 1 / len(named) if reference in named else 0.0
+
+
+def edit_similarity(prediction: str, references: Sequence[str]) -> float:
+    """How alike the first line of code and the right one are, in hundredths; the best over the references."""
+    lines = prediction.lstrip("\n").split("\n")
+    line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
+    ratios = (difflib.SequenceMatcher(None, line, reference).ratio() for reference in references)
+    return max((round(100 * ratio) / 100 for ratio in ratios), default=0.0)
+
+
+def _first_line(prediction: str) -> str:
+    return prediction.lstrip("\n").split("\n")[0]
+
+
+def longbench_samples(setup: Setup, task: str, length: int) -> list[Sample]:
+    """The samples of a task's file, cut in their middle to fit."""
+    described = TASKS[task]
+    path = find_files(setup.data, [task])[task]
+    fields: Fields = {"input": str, "context": str, "answers": list, "all_classes": (list, type(None))}
+    samples = []
+    for index, row in enumerate(read_rows(path, fields, source=source(task))):
+        if index == setup.samples:
+            break
+        score: Scorer = edit_similarity
+        if described.metric == "F1":
+            score = f1
+        elif described.metric == "class right":
+            score = partial(class_right, classes=row["all_classes"] or [])
+        prompt = described.prompt.format(context=row["context"], input=row["input"])
+        samples.append(
+            Sample(
+                suite=NAME,
+                task=task,
+                length=length,
+                index=index,
+                prompt=truncate_middle(setup.tokenizer, prompt, length - described.new_tokens),
+                references=tuple(row["answers"]),
+                max_new_tokens=described.new_tokens,
+                score=score,
+            )
+        )
+    return samples
+
+
+def run(setup: Setup, engine: Engine) -> Outcome:
+    """At the longest length."""
+    samples = [sample for task in setup.tasks for sample in longbench_samples(setup, task, setup.lengths[0])]
+    metrics = {name: task.metric for name, task in TASKS.items()}
+    return Outcome(measured=with_averages(by_task(samples, answered(samples, engine, NAME), metrics)))
+
+
+SUITE = Suite(name=NAME, tasks=tuple(TASKS), run=run, find_files=find_files)

@@ -1,0 +1,104 @@
+"""Needle in a haystack: a number hidden in a book, at every length and depth."""
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from longrope2.books import read_books
+from longrope2.errors import DataError
+from longrope2.evaluation.engine import Engine
+from longrope2.evaluation.results import Outcome, accuracy, answered
+from longrope2.evaluation.ruler.prompt import chat_frame
+from longrope2.evaluation.samples import Sample, encode
+from longrope2.evaluation.suites import Setup, Suite
+from longrope2.needles import PAPER_TEMPLATE, NeedleDocument, make_needles
+
+DEPTHS = tuple(tenth / 10 for tenth in range(11))
+RUNS = 10
+# What a model may say before and after the number.
+SPARE_TOKENS = 16
+NAME = "niah"
+
+
+def found_number(prediction: str, references: Sequence[str]) -> float:
+    """1 if the number stands in the answer, whole."""
+    return float(all(re.search(rf"(?<!\d){re.escape(value)}(?!\d)", prediction) for value in references))
+
+
+def niah_samples(setup: Setup, length: int) -> list[Sample]:
+    """Samples of one length: every depth in turn, `samples` times."""
+    runs = setup.samples or RUNS
+    overhead = _chat_overhead(setup) if setup.chat else 0
+    documents = make_needles(
+        setup.tokenizer,
+        read_books(setup.books, held_out=True if setup.books is None else None),
+        length=length - SPARE_TOKENS - overhead,
+        count=runs * len(DEPTHS),
+        seed=setup.seed,
+        depth=DEPTHS,
+        note=setup.note,
+    )
+    return [_sample(setup, length, index, document) for index, document in enumerate(documents)]
+
+
+def _sample(setup: Setup, length: int, index: int, document: NeedleDocument) -> Sample:
+    answer_tokens = len(document.token_ids) - document.answer_start
+    return Sample(
+        suite=NAME,
+        task=NAME,
+        length=length,
+        index=index,
+        prompt=_chat(setup, document) if setup.chat else document.prompt_ids,
+        references=(document.value,),
+        max_new_tokens=answer_tokens + SPARE_TOKENS,
+        score=found_number,
+        stop=("\n",),
+        details={"depth": DEPTHS[index % len(DEPTHS)], "placed_at": round(document.depth, 4), "key": document.key},
+    )
+
+
+def _chat(setup: Setup, document: NeedleDocument) -> str:
+    """The document as the user's turn; the assistant has begun with the answer prefix."""
+    text = setup.tokenizer.decode(document.prompt_ids, skip_special_tokens=True)
+    prefix = PAPER_TEMPLATE.answer_prefix.replace("{key}", document.key)
+    place = text.rfind(prefix)
+    if place < 0:
+        raise DataError("the tokenizer does not give back the question of a needle document", hint="leave --chat out")
+    return chat_frame(setup.tokenizer)(text[:place].rstrip()) + prefix
+
+
+def _chat_overhead(setup: Setup) -> int:
+    # Decoding and encoding again may also differ by a token here and there.
+    return len(encode(setup.tokenizer, chat_frame(setup.tokenizer)(""))) + SPARE_TOKENS
+
+
+def run(setup: Setup, engine: Engine) -> Outcome:
+    """All lengths; the grid has a cell for each length and depth."""
+    measured, cells = [], {}
+    for length in setup.lengths:
+        samples = niah_samples(setup, length)
+        scores = answered(samples, engine, f"niah {length:,}")
+        measured.append(accuracy(scores, suite=NAME, task=NAME, length=length, metric="number found"))
+        by_depth: dict[float, list[float]] = defaultdict(list)
+        for sample, score in zip(samples, scores, strict=True):
+            by_depth[sample.details["depth"]].append(score)
+        cells[length] = by_depth
+    return Outcome(measured=measured, grid=_grid(cells))
+
+
+def _grid(cells: dict[int, dict[float, list[float]]]) -> dict[str, Any]:
+    lengths = sorted(cells)
+
+    def cell(length: int, depth: float) -> dict[str, Any]:
+        found = accuracy(cells[length][depth], suite=NAME, task=NAME, length=length, metric="")
+        return {"score": found.score, "samples": found.samples, "low": found.low, "high": found.high}
+
+    return {
+        "lengths": lengths,
+        "depths": list(DEPTHS),
+        "cells": [[cell(length, depth) for length in lengths] for depth in DEPTHS],
+    }
+
+
+SUITE = Suite(name=NAME, tasks=(NAME,), run=run)

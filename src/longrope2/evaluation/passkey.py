@@ -1,0 +1,74 @@
+"""Pass keys: a number of five digits in sentences that repeat, as ∞Bench has them, at any length."""
+
+import random
+import re
+from collections.abc import Sequence
+
+from longrope2.evaluation.engine import Engine
+from longrope2.evaluation.results import Outcome, answered, by_task
+from longrope2.evaluation.ruler.prompt import chat_frame
+from longrope2.evaluation.samples import Sample, encode, most_that_fit
+from longrope2.evaluation.suites import Setup, Suite
+
+NAME = "passkey"
+COUNT, NEW_TOKENS = 50, 6
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
+LINE = "The pass key is {key}. Remember it. {key} is the pass key.\n"
+PROMPT = (
+    "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it. "
+    "I will quiz you about the important information.\n\n{context}\n\nWhat is the pass key?"
+)
+ANSWER_PREFIX = "The pass key is"
+
+
+def first_number(prediction: str, references: Sequence[str]) -> float:
+    """1 if the first number of the answer is the pass key."""
+    numbers = re.findall(r"[0-9]+", prediction)
+    return float(bool(numbers) and numbers[0] == references[0])
+
+
+def passkey_samples(setup: Setup, length: int) -> list[Sample]:
+    """Samples of one length; the pass key moves from the first line to the last."""
+    count = setup.samples or COUNT
+
+    def prompt(lines: int, key: str, depth: float) -> str:
+        before = round(depth * lines)
+        context = NOISE * before + LINE.format(key=key) + NOISE * (lines - before)
+        text = PROMPT.format(context=context)
+        return (chat_frame(setup.tokenizer)(text) if setup.chat else text + "\n\n") + ANSWER_PREFIX
+
+    # Every pass key has five digits, but not every tokenizer gives them the same number of tokens.
+    spare = 8
+    lines = most_that_fit(
+        lambda parts: len(encode(setup.tokenizer, prompt(parts, "00000", 0.5))), length, length - NEW_TOKENS - spare
+    )
+    samples = []
+    for index in range(count):
+        rng = random.Random(f"{setup.seed} {index}")  # noqa: S311
+        key, depth = "".join(str(rng.randrange(10)) for _ in range(5)), index / max(count - 1, 1)
+        samples.append(
+            Sample(
+                suite=NAME,
+                task=NAME,
+                length=length,
+                index=index,
+                prompt=prompt(lines, key, depth),
+                references=(key,),
+                max_new_tokens=NEW_TOKENS,
+                score=first_number,
+                details={"depth": round(depth, 4)},
+            )
+        )
+    return samples
+
+
+def run(setup: Setup, engine: Engine) -> Outcome:
+    """All lengths."""
+    measured = []
+    for length in setup.lengths:
+        samples = passkey_samples(setup, length)
+        measured += by_task(samples, answered(samples, engine, f"passkey {length:,}"), "first number right")
+    return Outcome(measured=measured)
+
+
+SUITE = Suite(name=NAME, tasks=(NAME,), run=run)

@@ -1,0 +1,132 @@
+"""Numbers with their sample counts and 95% intervals."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import groupby
+from typing import Any
+
+from longrope2.evaluation.engine import Engine
+from longrope2.evaluation.samples import Sample
+from longrope2.evaluation.statistics import mean_of_means, student, wilson
+from longrope2.perplexity import Score, total
+
+AVERAGE = "average"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One number of a table."""
+
+    suite: str
+    task: str
+    length: int | None
+    """None where the suite has one length of its own."""
+    metric: str
+    score: float | None
+    """In percent, except a perplexity; None where that overflows."""
+    samples: int
+    low: float | None
+    high: float | None
+    """The ends of the 95% interval; None where a single document cannot tell."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As results.json has it."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a suite found."""
+
+    measured: list[Measured]
+    notes: list[str] = field(default_factory=list)
+    """What a reader of the numbers must know."""
+    grid: dict[str, Any] | None = None
+    """Scores by length and depth, for the heatmap."""
+
+
+def accuracy(scores: Sequence[float], *, suite: str, task: str, length: int | None, metric: str) -> Measured:
+    """The mean of scores between 0 and 1, in percent."""
+    mean = sum(scores) / len(scores)
+    low, high = wilson(mean, len(scores))
+    return Measured(
+        suite=suite,
+        task=task,
+        length=length,
+        metric=metric,
+        score=100 * mean,
+        samples=len(scores),
+        low=100 * low,
+        high=100 * high,
+    )
+
+
+def average(parts: Sequence[Measured]) -> Measured:
+    """The plain mean over tasks, each of which counts the same."""
+    scores = [part.score / 100 for part in parts if part.score is not None]
+    assert len(scores) == len(parts)
+    mean, count = mean_of_means(scores, [part.samples for part in parts])
+    low, high = wilson(mean, count)
+    return Measured(
+        suite=parts[0].suite,
+        task=AVERAGE,
+        length=parts[0].length,
+        metric=f"mean over {len(parts)} tasks",
+        score=100 * mean,
+        samples=sum(part.samples for part in parts),
+        low=100 * low,
+        high=100 * high,
+    )
+
+
+def perplexity(scores: Sequence[Score], *, suite: str, task: str, length: int) -> Measured:
+    """Each token counts the same; the interval is Student's, of the documents' mean log-likelihoods."""
+    ends = student([score.nll / score.num_tokens for score in scores])
+    value = total(scores).perplexity
+    low, high = (None, None) if ends is None else (_finite_exp(end) for end in ends)
+    return Measured(
+        suite=suite,
+        task=task,
+        length=length,
+        metric="perplexity",
+        score=value if math.isfinite(value) else None,
+        samples=len(scores),
+        low=low,
+        high=high,
+    )
+
+
+def _finite_exp(value: float) -> float | None:
+    return math.exp(value) if value < 700 else None
+
+
+def answered(samples: Sequence[Sample], engine: Engine, label: str) -> list[float]:
+    """Run samples and score the answers."""
+    scores = []
+    for sample, answer in zip(samples, engine.answers(samples, label), strict=True):
+        assert sample.score is not None
+        scores.append(sample.score(answer, sample.references))
+    return scores
+
+
+def by_task(samples: Sequence[Sample], scores: Sequence[float], metrics: dict[str, str] | str) -> list[Measured]:
+    """One number for each task and length, in the order of the samples."""
+    found: list[Measured] = []
+    pairs = list(zip(samples, scores, strict=True))
+    for (suite, task, length), group in groupby(pairs, key=lambda pair: (pair[0].suite, pair[0].task, pair[0].length)):
+        metric = metrics if isinstance(metrics, str) else metrics[task]
+        found.append(accuracy([score for _, score in group], suite=suite, task=task, length=length, metric=metric))
+    return found
+
+
+def with_averages(measured: Iterable[Measured]) -> list[Measured]:
+    """The same, and for each length of a suite the mean over its tasks where there are several."""
+    measured = list(measured)
+    found: list[Measured] = []
+    for _, group in groupby(measured, key=lambda part: (part.suite, part.length)):
+        parts = list(group)
+        found += parts
+        if len(parts) > 1 and parts[0].metric != "perplexity":
+            found.append(average(parts))
+    return found

@@ -1,0 +1,157 @@
+"""Running text as a haystack: its words, and where its sentences begin."""
+
+import gzip
+import hashlib
+import json
+import lzma
+import re
+import zlib
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import resources
+from importlib.resources.abc import Traversable
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+from longrope2.books import package_manifest, read_books
+from longrope2.errors import DataError, require
+
+# Words of the next round that are looked at to know how sentences break where a haystack starts again.
+LOOKAHEAD = 64
+MARKS = (".", "?", "!")  # at which a sentence may end
+PACKAGE_SENTENCES = "package_sentences.json.xz"
+
+
+@dataclass(frozen=True)
+class Breaks:
+    """Where the sentences of a text begin."""
+
+    starts: list[int]  # offsets in the text of `looped(words)`
+    endings: dict[str, list[int]]  # offsets of sentences inside a word (“What?!”) that differ where a text ends with it
+
+
+class Haystack:
+    """Words that start again when they run out, and the sentences of any number of the first of them.
+
+    A sentence break depends on nothing but the words on both sides of it. So the breaks of the whole text, found
+    once, are also those of its beginnings, and no beginning has to be split again.
+    """
+
+    def __init__(self, words: Sequence[str], breaks: Breaks) -> None:
+        self._words, self._endings = words, breaks.endings
+        self._text = " ".join(words)
+        self._period = len(self._text) + 1
+        self._word_ends = [end - 1 for end in accumulate(len(word) + 1 for word in words)]
+        overlap = len(" ".join(words[:LOOKAHEAD]))
+        self._first = [start for start in breaks.starts if start < self._period]
+        again = (start - self._period for start in breaks.starts if start >= self._period)
+        self._again = [start for start in again if start <= overlap]
+        self._again += [start for start in self._first if start > overlap]
+
+    def sentences(self, num_words: int) -> list[str]:
+        """The sentences of the first `num_words` words."""
+        while num_words and not self._words[(num_words - 1) % len(self._words)]:
+            num_words -= 1  # a space at the end
+        rounds, last = divmod(num_words - 1, len(self._words))
+        end = rounds * self._period + self._word_ends[last]
+        text = " ".join([self._text] * (rounds + 1))
+        starts = list(self._first)
+        for number in range(1, rounds + 1):
+            starts += [number * self._period + start for start in self._again]
+        word = self._words[last]
+        if word in self._endings:
+            starts = starts[: bisect_right(starts, end - len(word))]
+            starts += [end - len(word) + offset for offset in self._endings[word]]
+        starts = [*starts[: bisect_left(starts, end)], end]
+        # Some sentences are parted by a space, some (“end.”Next) by nothing.
+        found = (text[start:stop].rstrip() for start, stop in pairwise(starts))
+        return [sentence for sentence in found if sentence]
+
+
+def words_of(text: str) -> list[str]:
+    """The words of a text as RULER counts them."""
+    return re.sub(r"\s+", " ", text).split(" ")
+
+
+def looped(words: Sequence[str]) -> str:
+    """The text in which sentences are found: the words, the first of them again, and one that ends nothing."""
+    return " ".join([*words, *words[:LOOKAHEAD], "a"])
+
+
+def find_breaks(words: Sequence[str], splitter: Any) -> Breaks:
+    """The sentence breaks of a text by one of nltk's sentence tokenizers."""
+    text = looped(words)
+    offset = len(text) - len(text.lstrip())
+    starts = [offset + start for start, _ in splitter.span_tokenize(text.strip())]
+    # Of several marks in a word, the last is none for nltk unless something follows.
+    doubtful = {word for word in words if word.endswith(MARKS) and any(mark in word[:-1] for mark in MARKS)}
+    endings = {word: [start for start, _ in splitter.span_tokenize(word)][1:] for word in sorted(doubtful)}
+    inside = {
+        word: [start for start, _ in splitter.span_tokenize(f"{word} a") if 0 < start < len(word)] for word in endings
+    }
+    return Breaks(starts, {word: found for word, found in endings.items() if found != inside[word]})
+
+
+@lru_cache(maxsize=2)
+def load_haystack(source: str | Path | None) -> Haystack:
+    """The haystack of a file of essays or of books; None means the package's books."""
+    words = words_of(haystack_text(source))
+    return Haystack(words, package_breaks() if source is None else find_breaks(words, _punkt()))
+
+
+def haystack_text(source: str | Path | None) -> str:
+    """The text of `PaulGrahamEssays.json` (an object with a `text`), or of anything that holds books."""
+    if source is None:
+        # Books that the tiny model of this package was not trained on.
+        return "\n".join(book.text for book in read_books(held_out=True))
+    if not str(source).lower().endswith((".json", ".json.gz")):
+        return "\n".join(book.text for book in read_books(source))
+    content = read_json(Path(source))
+    if not isinstance(content, dict) or not isinstance(content.get("text"), str) or not content["text"].strip():
+        raise DataError(f"{source}: an object with a string 'text' expected", hint="as RULER's PaulGrahamEssays.json")
+    return content["text"]
+
+
+def haystack_fingerprint(source: str | Path | None) -> str:
+    """What tells one haystack from another."""
+    if source is None:
+        return " ".join(book.sha256 for book in package_manifest() if book.held_out)
+    return hashlib.sha256(haystack_text(source).encode()).hexdigest()
+
+
+def read_json(path: Path) -> Any:
+    """A JSON file, compressed or not."""
+    opener: Any = gzip.open if path.suffix.lower() == ".gz" else open
+    try:
+        with opener(path, "rb") as file:
+            return json.loads(file.read().decode("utf-8"))
+    except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
+        raise DataError(f"{path}: not a readable JSON file ({error})", hint="check the path and the file") from error
+
+
+def package_breaks() -> Breaks:
+    """Where the sentences of the package's held-out books begin.
+
+    They were found with nltk and its punkt_tab data, which has no clear licence and so is not in the package.
+    """
+    table = json.loads(lzma.decompress(package_file().read_bytes()))
+    return Breaks(list(accumulate(table["gaps"])), table["endings"])
+
+
+def package_file() -> Traversable:
+    """The table of those sentences."""
+    return resources.files("longrope2.evaluation.ruler") / PACKAGE_SENTENCES
+
+
+def _punkt() -> Any:
+    nltk = require("nltk.tokenize.punkt", extra="eval", purpose="a haystack of your own")
+    try:
+        return nltk.PunktTokenizer("english")
+    except (LookupError, OSError) as error:
+        raise DataError(
+            "nltk's data 'punkt_tab', with which RULER finds sentences in a haystack, is not on this machine",
+            hint="python -m nltk.downloader punkt_tab, or leave out the haystack to use the package's books",
+        ) from error

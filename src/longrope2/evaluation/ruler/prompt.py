@@ -1,0 +1,86 @@
+"""How a prompt is framed and measured: plain or as a chat, in tokens of the model's tokenizer."""
+
+import hashlib
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from longrope2.errors import DataError
+from longrope2.needles import opens_with_bos
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MARKER = "[the task stands here]"
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What a chat template puts around the task; the answer prefix follows, as the opening of the model's turn."""
+
+    before: str = ""
+    after: str = ""
+
+    def __call__(self, task_text: str) -> str:
+        """The task as a prompt."""
+        return self.before + task_text + self.after
+
+
+def chat_frame(tokenizer: "PreTrainedTokenizerBase") -> Frame:
+    """The frame of the tokenizer's own chat template: one user turn, then the opening of the assistant's."""
+    if not tokenizer.chat_template:
+        raise DataError("the tokenizer has no chat template", hint="leave the chat mode out: it is a base model")
+    rendered = tokenizer.apply_chat_template(
+        [{"role": "user", "content": MARKER}],
+        tokenize=False,
+        add_generation_prompt=True,
+        # The answer prefix opens the answer itself, so there is no room for thoughts before it.
+        enable_thinking=False,
+    )
+    before, marker, after = str(rendered).partition(MARKER)
+    if not marker:
+        raise DataError("the chat template does not show the user's message", hint="leave the chat mode out")
+    if opens_with_bos(tokenizer):
+        # Whoever tokenizes the prompt gets this one from the tokenizer.
+        before = before.removeprefix(str(tokenizer.bos_token))
+    return Frame(before, after)
+
+
+@dataclass(frozen=True)
+class TokenCounter:
+    """Counts tokens; light to send to another process, which then needs neither transformers nor torch."""
+
+    definition: str | None  # a fast tokenizer as JSON
+    tokenizer: Any = field(default=None, compare=False)  # any other
+
+    @classmethod
+    def of(cls, tokenizer: "PreTrainedTokenizerBase") -> "TokenCounter":
+        """The counter of a model's tokenizer."""
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        return cls(None, tokenizer) if backend is None else cls(backend.to_str())
+
+    def __call__(self, text: str) -> int:
+        """The number of tokens of a text, without those that the tokenizer puts around it."""
+        if self.definition is None:
+            return len(self.tokenizer.tokenize(text))
+        # The fast form keeps no offsets, which saves a third of the time.
+        return len(_fast_tokenizer(self.definition).encode_batch_fast([text], add_special_tokens=False)[0])
+
+    @property
+    def fingerprint(self) -> str:
+        """What tells one tokenizer from another."""
+        if self.definition is not None:
+            return hashlib.sha256(self.definition.encode()).hexdigest()
+        vocabulary = sorted(self.tokenizer.get_vocab().items())
+        return hashlib.sha256(f"{type(self.tokenizer).__name__} {vocabulary}".encode()).hexdigest()
+
+
+@lru_cache(maxsize=1)
+def _fast_tokenizer(definition: str) -> Any:
+    """Built once for all tasks of a process."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_str(definition)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer

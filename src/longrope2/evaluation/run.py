@@ -1,0 +1,272 @@
+"""`longrope2 evaluate`: a model and suites in, a table and a folder out."""
+
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from longrope2 import __version__, generation, models
+from longrope2.console import say, show_json, show_table, warn
+from longrope2.distributed import World, world
+from longrope2.errors import LongRopeError, MissingExtraError, all_problems
+from longrope2.evaluation import (
+    book_perplexity,
+    infinitebench,
+    loft,
+    longbench,
+    niah,
+    passkey,
+    ruler_suite,
+    short,
+)
+from longrope2.evaluation.backend import Backend, TorchBackend
+from longrope2.evaluation.engine import Engine, Journal
+from longrope2.evaluation.results import AVERAGE, Outcome
+from longrope2.evaluation.samples import digest
+from longrope2.evaluation.suites import Setup, Suite, chosen
+from longrope2.evaluation.table import run_tables
+from longrope2.evaluation.vllm_backend import ONE_SIDE, VllmBackend
+from longrope2.factors import RescaleFactors
+from longrope2.figures import draw_by_length, draw_heatmaps
+from longrope2.files import package_versions, write_json
+
+SUITES: dict[str, Suite] = {
+    module.SUITE.name: module.SUITE
+    for module in (ruler_suite, niah, passkey, book_perplexity, infinitebench, longbench, loft, short)
+}
+SHORTEST = 4096
+RESULTS, JOURNAL = "results.json", "generations.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """What to run."""
+
+    suites: tuple[str, ...]
+    lengths: tuple[int, ...] = ()
+    """Tokens of prompt and answer; none means 4k, 8k, … up to the model's window."""
+    tasks: tuple[str, ...] = ()
+    """None means all tasks of a suite."""
+    samples: int | None = None
+    """Per task and length, per cell for niah; None means as many as each suite usually has."""
+    seed: int = 42
+    data: str | None = None
+    """Folder of the benchmarks' own files."""
+    books: str | None = None
+    """What niah and perplexity are made of; None means the package's books."""
+    chat: bool = False
+    beyond_window: bool = False
+    batch_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name} must be at least 1, got {value}"
+            for name, value in (("samples", self.samples), ("batch_tokens", self.batch_tokens))
+            if value is not None and value < 1
+        ]
+        if not self.suites:
+            problems.append(f"no suite is named; there are {', '.join(SUITES)}")
+        if self.seed < 0:
+            problems.append(f"seed must be at least 0, got {self.seed}")
+        if problems:
+            raise LongRopeError(all_problems("evaluation", problems))
+        chosen("suite", self.suites, SUITES)
+        for task in self.tasks:
+            self._owner(task)
+
+    @property
+    def data_path(self) -> Path | None:
+        """The folder of data files."""
+        return None if self.data is None else Path(self.data)
+
+    def tasks_of(self, suite: str) -> tuple[str, ...]:
+        """The tasks of a suite that were named; all of them where none was."""
+        named = tuple(task for task in dict.fromkeys(self.tasks) if self._owner(task) == suite)
+        return named or SUITES[suite].tasks
+
+    def _owner(self, task: str) -> str:
+        """The suite that a task belongs to: the one that has it, or the one that takes any."""
+        owners = [name for name in self.suites if task in SUITES[name].tasks]
+        owners += [name for name in self.suites if SUITES[name].any_task]
+        if not owners:
+            chosen("task", [task], [known for name in self.suites for known in SUITES[name].tasks])
+        return owners[0]
+
+
+def lengths_for(config: EvaluationConfig, window: int) -> tuple[int, ...]:
+    """The lengths to run, longest first; refuses those beyond the window unless asked for."""
+    lengths = sorted(set(config.lengths), reverse=True)
+    if not lengths:
+        powers = [SHORTEST << shift for shift in range(16) if SHORTEST << shift <= window]
+        lengths = sorted(powers or [window], reverse=True)
+    if lengths[0] > window and not config.beyond_window:
+        raise LongRopeError(
+            f"length {lengths[0]:,} is beyond the model's window of {window:,} tokens",
+            hint="choose shorter --lengths, give --factors that reach it, or say --beyond-window",
+        )
+    return tuple(lengths)
+
+
+def evaluate(
+    backend: Backend, config: EvaluationConfig, output: Path, here: World, *, header: dict[str, Any], cache: Path
+) -> dict[str, Outcome]:
+    """Run the suites, or go on with them; answers are kept in `output` as they come.
+
+    `header` says whose answers they are; answers of another model in the same folder are refused.
+    """
+    lengths = lengths_for(config, backend.window)
+    journal = Journal(output / JOURNAL if here.is_main else None, header)
+    try:
+        engine = Engine(backend, journal, here, batch_tokens=config.batch_tokens, beyond_window=config.beyond_window)
+        outcomes = {}
+        for suite in dict.fromkeys(config.suites):
+            tasks = config.tasks_of(suite)
+            setup = Setup(
+                tokenizer=backend.tokenizer,
+                lengths=lengths,
+                tasks=tasks,
+                named=any(task in config.tasks for task in tasks),
+                samples=config.samples,
+                seed=config.seed,
+                data=config.data_path,
+                books=config.books,
+                chat=config.chat,
+                note=say if here.is_main else _quiet,
+                cache=cache,
+            )
+            outcomes[suite] = SUITES[suite].run(setup, engine)
+        return outcomes
+    finally:
+        journal.close()
+
+
+def run_evaluation(
+    model: str,
+    output: Path,
+    *,
+    factors_file: Path | None,
+    original_length: int | None,
+    switch_length: int | None,
+    backend_name: Literal["torch", "vllm"],
+    name: str | None,
+    cache: Path | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """`longrope2 evaluate`."""
+    config = EvaluationConfig(**{key: value for key, value in options.items() if value is not None})
+    info = models.describe(model, original_length=original_length)
+    factors = None if factors_file is None else RescaleFactors.load(factors_file, info.rope)
+    window = info.reading.window if factors is None else factors.target_length
+    # Before a large model is loaded for nothing.
+    lengths_for(config, window)
+    for suite in config.suites:
+        find_files = SUITES[suite].find_files
+        if find_files is not None:
+            find_files(config.data_path, config.tasks_of(suite))
+    started = time.monotonic()
+    with world() as here:
+        backend, facts = _backend(info, factors, window, switch_length, backend_name, here)
+        header = {
+            "version": __version__,
+            "model": info.name,
+            "revision": info.revision,
+            "weights": models.weights_fingerprint(info),
+            "backend": backend_name,
+            **facts,
+        }
+        outcomes = evaluate(backend, config, output, here, header=header, cache=cache or output / "samples")
+        if not here.is_main:
+            return
+        described = _described(info, factors)
+        notes = [note for outcome in outcomes.values() for note in outcome.notes]
+        if isinstance(backend, VllmBackend) and info.reading.rescaled is not None:
+            notes.append(ONE_SIDE)
+        result = {
+            "name": name or (described["method"] if described else "original"),
+            **header,
+            "factors": described,
+            "window": window,
+            "config": asdict(config),
+            "notes": notes,
+            "scores": [measured.to_json() for outcome in outcomes.values() for measured in outcome.measured],
+            "grids": {suite: outcome.grid for suite, outcome in outcomes.items() if outcome.grid is not None},
+            "versions": package_versions("torch", "transformers", "lm_eval", "vllm"),
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+            "processes": here.size,
+            "seconds": time.monotonic() - started,
+        }
+        write_json(output / RESULTS, result)
+        _draw(result, output)
+        _show(result, output, as_json=as_json)
+
+
+def _backend(
+    info: models.ModelInfo,
+    factors: RescaleFactors | None,
+    window: int,
+    switch_length: int | None,
+    backend_name: str,
+    here: World,
+) -> tuple[Backend, dict[str, Any]]:
+    """The model, and what of its settings the answers depend on."""
+    if backend_name == "vllm":
+        if factors is not None or switch_length is not None or here.num_processes > 1:
+            raise LongRopeError(
+                "--backend vllm takes a saved model as it is, in one process: no --factors, no --switch-length",
+                hint="save the extended model first: longrope2.load(MODEL, FACTORS).save_pretrained(FOLDER)",
+            )
+        return VllmBackend(info, models.load_tokenizer(info), window=window), {}
+    loaded = models.load(info, device=here.device())
+    model = loaded.model
+    facts: dict[str, Any] = {"dtype": str(model.dtype).removeprefix("torch.")}
+    rescaled = info.reading.rescaled
+    if factors is not None or (rescaled is not None and rescaled.method == "longrope"):
+        model = generation.load(model, factors, switch_length=switch_length)
+        switch = model.longrope2
+        facts["switch_length"] = switch.switch_length
+        values = {key: value for key, value in switch.factors.to_json().items() if key != "provenance"}
+        facts["factors_digest"] = digest(values)
+    elif switch_length is not None:
+        raise LongRopeError("--switch-length needs a model with two sides", hint="give --factors FILE")
+    return TorchBackend(model, loaded.tokenizer, window=window), facts
+
+
+def _described(info: models.ModelInfo, factors: RescaleFactors | None) -> dict[str, Any] | None:
+    """What rescales the model: factors, or what its own config says; None for an original model."""
+    if factors is not None:
+        lengths = {"original_length": factors.original_length, "target_length": factors.target_length}
+        return {"method": factors.method, **lengths, "critical_dimension": factors.critical_dimension}
+    rescaled = info.reading.rescaled
+    if rescaled is None:
+        return None
+    lengths = {"original_length": info.rope.original_length, "target_length": info.reading.window}
+    return {"method": rescaled.method, **lengths, "critical_dimension": None}
+
+
+def _draw(result: dict[str, Any], output: Path) -> None:
+    try:
+        averages = [s for s in result["scores"] if s["suite"] == "ruler" and s["task"] == AVERAGE]
+        if averages:
+            draw_by_length({result["name"]: averages}, output / "ruler.png", label="RULER, mean over tasks (%)")
+        if "niah" in result["grids"]:
+            draw_heatmaps({result["name"]: result["grids"]["niah"]}, output / "niah.png")
+    except MissingExtraError as error:
+        warn(str(error))
+
+
+def _show(result: dict[str, Any], output: Path, *, as_json: bool) -> None:
+    if as_json:
+        show_json(result)
+        return
+    for table in run_tables(result["scores"]):
+        show_table(f"{result['name']}: {table.title}", table.columns, table.rows, caption=table.caption)
+    for note in result["notes"]:
+        print(f"note: {note}")
+    say(f"wrote {output / RESULTS}; every answer is in {output / JOURNAL}")
+
+
+def _quiet(_: str) -> None:
+    """Only the main process talks."""

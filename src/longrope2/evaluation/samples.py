@@ -1,0 +1,131 @@
+"""What an evaluation is made of: a prompt, its right answers, and how an answer is scored."""
+
+import gzip
+import hashlib
+import json
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from longrope2.errors import DataError
+
+Fields = Mapping[str, type | tuple[type, ...]]
+"""Names and types of what a row must have."""
+Scorer = Callable[[str, Sequence[str]], float]
+"""(prediction, references) → a score from 0 to 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One question to a model."""
+
+    suite: str
+    task: str
+    length: int
+    """Tokens of the prompt and its answer together, at most."""
+    index: int
+    prompt: str | tuple[int, ...]
+    """Text, or tokens where the length has to be exact."""
+    references: tuple[str, ...]
+    max_new_tokens: int
+    score: Scorer | None = field(compare=False)
+    """None where another program scores the answers."""
+    stop: tuple[str, ...] = ()
+    """The answer ends before the first of these."""
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """Its place, for people."""
+        return f"{self.suite}/{self.task}/{self.length}/{self.index}"
+
+    def digest(self) -> str:
+        """What the answer depends on: the prompt and where it ends."""
+        prompt = self.prompt if isinstance(self.prompt, str) else list(self.prompt)
+        return digest("answer", prompt, self.max_new_tokens, self.stop)
+
+    def tokens(self, tokenizer: Any) -> list[int]:
+        """The prompt as the model gets it."""
+        if not isinstance(self.prompt, str):
+            return list(self.prompt)
+        return encode(tokenizer, self.prompt)
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Text to tokens, opened as the tokenizer opens any; its warning about long ones is not wanted here."""
+    ids: list[int] = tokenizer(text, verbose=False).input_ids
+    return ids
+
+
+def digest(*parts: Any) -> str:
+    """A short hash of plain values."""
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
+
+
+def cut_at_stop(text: str, stop: Sequence[str]) -> str:
+    """The text before the first stop string."""
+    ends = [place for place in (text.find(word) for word in stop) if place >= 0]
+    return text[: min(ends)] if ends else text
+
+
+def truncate_middle(tokenizer: Any, prompt: str, most: int) -> str:
+    """At most so many tokens of a prompt: its two ends, which hold instruction and question."""
+    ids = encode(tokenizer, prompt)
+    half = most // 2
+    while len(ids) > most:
+        ends = (ids[:half], ids[-half:])
+        shortened = "".join(tokenizer.decode(part, skip_special_tokens=True) for part in ends)
+        count = len(encode(tokenizer, shortened))
+        if count <= most:
+            return shortened
+        half -= max(1, (count - most) // 2)  # at the seam, words may take more tokens than they did
+    return prompt
+
+
+def most_that_fit(count_tokens: Callable[[int], int], most: int, tokens: int) -> int:
+    """The most parts, from 1 to `most`, with at most so many tokens.
+
+    Parts take nearly the same number of tokens each, so a few counts suffice.
+    """
+    few = min(most, 32)
+    least = count_tokens(1)
+    each = max((count_tokens(few) - least) / max(few - 1, 1), 1.0)
+    parts = min(most, max(int((tokens - least) / each) + 1, 1))
+    while parts > 1 and (found := count_tokens(parts)) > tokens:
+        parts = max(1, min(parts - 1, parts - int((found - tokens) / each)))
+    while parts < most and count_tokens(parts + 1) <= tokens:
+        parts += 1
+    if least > tokens:
+        raise DataError(f"{tokens} tokens have no room for a prompt", hint=f"the shortest has {least} tokens")
+    return parts
+
+
+def read_rows(path: Path, fields: Fields, *, source: str) -> Iterator[dict[str, Any]]:
+    """The objects of a .jsonl or .jsonl.gz file; an error names the line and what is wrong with it."""
+    if not path.is_file():
+        raise DataError(f"{path}: no such file", hint=source)
+    opener: Any = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opener(path, "rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield _row(line, f"{path}, line {number}", fields, source)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: cannot be read ({error})", hint=source) from error
+
+
+def _row(line: bytes, where: str, fields: Fields, source: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: not valid JSON ({error})", hint=source) from error
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: a JSON {type(row).__name__}, an object expected", hint=source)
+    for name, kind in fields.items():
+        if name not in row:
+            raise DataError(f"{where}: no field '{name}', only {', '.join(row) or 'none at all'}", hint=source)
+        if not isinstance(row[name], kind):
+            raise DataError(f"{where}: field '{name}' holds a {type(row[name]).__name__}", hint=source)
+    return row

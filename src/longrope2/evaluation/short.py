@@ -1,0 +1,96 @@
+"""Short tasks through lm-evaluation-harness: its prompts and metrics, our model, batches and journal."""
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from longrope2.errors import LongRopeError, require
+from longrope2.evaluation.engine import Engine
+from longrope2.evaluation.results import Measured, Outcome, accuracy, with_averages
+from longrope2.evaluation.short_data import local_tasks
+from longrope2.evaluation.suites import Setup, Suite, chosen
+
+NAME = "short"
+# What the paper reports, and with how many examples the field runs them; the others say so themselves.
+TASKS = ("mmlu", "mmlu_pro", "hellaswag", "truthfulqa_mc2", "gsm8k")
+EXAMPLES = {"mmlu": 5, "hellaswag": 10}
+METRICS = {"hellaswag": "acc_norm", "mmlu_pro": "exact_match", "gsm8k": "exact_match"}
+WINDOW = 4096
+
+
+def run(setup: Setup, engine: Engine) -> Outcome:
+    """Each task on its own, within the paper's 4,096 tokens."""
+    lm_eval = require("lm_eval", extra="eval", purpose="suite short")
+    from lm_eval.tasks import TaskManager
+
+    from longrope2.evaluation.short_model import EngineModel
+
+    notes: list[str] = []
+    measured: list[Measured] = []
+    with tempfile.TemporaryDirectory() as folder:
+        local = local_tasks(setup.data, setup.tasks, Path(folder), notes) if setup.data else {}
+        others = [task for task in setup.tasks if task not in local]
+        if local and not setup.named:
+            notes += [f"{NAME}: without {task}, which has no file in --data" for task in others]
+            others = []
+        # The index of all its tasks takes many seconds to build.
+        manager = TaskManager(include_defaults=bool(others))
+        chosen("task", others, manager.all_tasks)
+        model = EngineModel(engine, max_length=min(WINDOW, engine.backend.window))
+        for task in (task for task in setup.tasks if task in local or task in others):
+            model.label = f"short {task}"
+            try:
+                loaded = manager.load(local.get(task, [task]))
+                for part in loaded["tasks"].values():
+                    _prepare(part, EXAMPLES.get(task), setup.seed)
+                results = lm_eval.evaluate(
+                    model,
+                    loaded,
+                    limit=setup.samples,
+                    apply_chat_template=setup.chat,
+                    fewshot_as_multiturn=setup.chat,
+                    bootstrap_iters=0,
+                )
+            # The harness leaves whatever the hub and its data files raise as it is; too few examples fail an assertion.
+            except (OSError, ConnectionError, ValueError, AssertionError) as error:
+                reason = (str(error).splitlines() or [""])[0]
+                raise LongRopeError(
+                    f"short task {task} cannot be run ({type(error).__name__}: {reason})",
+                    hint="without a connection, put its file into --data DIR: see docs/evaluation.md",
+                ) from error
+            measured.append(_measure(task, results["samples"]))
+    for note in notes:
+        setup.note(note)
+    return Outcome(measured=with_averages(measured), notes=notes)
+
+
+def _prepare(task: Any, examples: int | None, seed: int) -> None:
+    """How many examples stand before a question, and which; a task that has decided on none keeps none."""
+    decided = task.get_config("num_fewshot")
+    if decided != 0 and examples is not None:
+        decided = examples
+    task.set_config(key="num_fewshot", value=decided or 0)
+    task.set_fewshot_seed(seed=seed)
+
+
+def _measure(task: str, samples: dict[str, list[dict[str, Any]]]) -> Measured:
+    """The mean over all documents; those of a group's tasks count the same, as the harness weighs them."""
+    documents = [document for part in samples.values() for document in part]
+    metric = METRICS.get(task) or _first_metric(documents[0])
+    # Several filters read the same answer in different ways; the first one is the strict one.
+    first = documents[0]["filter"]
+    scores = [float(document[metric]) for document in documents if document["filter"] == first]
+    if any(not 0 <= score <= 1 for score in scores):
+        raise LongRopeError(
+            f"short task {task}: its metric {metric} is no score between 0 and 1", hint="run it with lm_eval itself"
+        )
+    return accuracy(scores, suite=NAME, task=task, length=None, metric=metric)
+
+
+def _first_metric(document: dict[str, Any]) -> str:
+    names: Sequence[str] = document["metrics"]
+    return names[0]
+
+
+SUITE = Suite(name=NAME, tasks=TASKS, run=run, any_task=True)

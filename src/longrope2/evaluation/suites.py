@@ -1,0 +1,80 @@
+"""What every suite gets and gives."""
+
+import difflib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from longrope2.errors import DataError, LongRopeError
+from longrope2.evaluation.engine import Engine
+from longrope2.evaluation.results import Outcome
+
+MOST_LISTED = 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What the user asked for, as far as a suite cares."""
+
+    tokenizer: Any
+    lengths: tuple[int, ...]
+    """Longest first."""
+    tasks: tuple[str, ...]
+    """Of this suite."""
+    named: bool
+    """Whether the user named these tasks, rather than taking all."""
+    samples: int | None
+    """Per task and length, or cell; None is the suite's own number."""
+    seed: int
+    data: Path | None
+    books: str | None
+    chat: bool
+    note: Callable[[str], None]
+    """Takes what people should know while it runs."""
+    cache: Path
+    """Where samples that take long to make are kept."""
+
+
+def data_folder(data: Path | None, suite: str, source: str) -> Path:
+    """Where the files of a suite lie: its own folder in --data, or that folder itself."""
+    if data is None:
+        raise DataError(f"suite {suite} needs its data files", hint=source)
+    if not data.is_dir():
+        raise DataError(f"{data}: no such folder", hint="check --data")
+    own = data / suite
+    return own if own.is_dir() else data
+
+
+def existing(path: Path, source: str) -> Path:
+    """The same path, or an error that says where the file comes from."""
+    if not path.exists():
+        raise DataError(f"{path}: no such file or folder", hint=source)
+    return path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suite:
+    """A benchmark."""
+
+    name: str
+    tasks: tuple[str, ...]
+    """All it has; none where the names belong to another program."""
+    run: Callable[[Setup, Engine], Outcome]
+    any_task: bool = False
+    """Whether it takes names beyond `tasks`."""
+    find_files: Callable[[Path | None, Sequence[str]], object] | None = None
+    """Finds in --data what some tasks need, or raises DataError; called before a model is loaded for nothing."""
+
+
+def chosen(kind: str, names: Iterable[str], known: Iterable[str]) -> list[str]:
+    """The names, in order and once each; an unknown one is refused with the nearest that exists."""
+    known = list(known)
+    names = list(dict.fromkeys(names))
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            guess = f"did you mean '{near[0]}'? " if near else ""
+            listed = f"there are {', '.join(known)}" if len(known) <= MOST_LISTED else f"there are {len(known):,}"
+            raise LongRopeError(f"{kind} {name!r} is not known", hint=guess + listed)
+    return names

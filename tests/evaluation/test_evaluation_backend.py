@@ -1,0 +1,214 @@
+"""Batches: every logit of a row equals that of a fresh, uncached forward of the row alone."""
+
+import math
+
+import pytest
+import torch
+
+from conftest import ORIGINAL_LENGTH, family_model
+from longrope2.errors import LongRopeError
+from longrope2.evaluation.backend import Prompt, Span, TorchBackend
+from longrope2.evaluation.decoding import RowsCache
+from longrope2.generation import switching
+from longrope2.kernels import reference_attention
+from longrope2.rotary import rescaled
+from test_rotary import make_factors, tokens_of
+
+FAMILIES = ["llama", "mistral", "qwen3", "phi3", "gemma2", "gemma3_text", "gpt_neox", "gpt_oss", "qwen3_moe"]
+SIDES = {"short_attention_factor": 1.0, "long_attention_factor": 1.3}
+
+
+class Letters:
+    """A tokenizer of the small vocabularies: token n is the n-th character."""
+
+    eos_token_id = None
+
+    def decode(self, tokens, skip_special_tokens=False):
+        return "".join(chr(64 + token) for token in tokens)
+
+
+class Recording(TorchBackend):
+    """Remembers the logits of every step."""
+
+    def _next(self, hidden):
+        from longrope2.perplexity import head_logits
+
+        self.steps.append(head_logits(self.model, hidden)[:, -1])
+        return super()._next(hidden)
+
+
+def recording(model) -> Recording:
+    backend = Recording(model, Letters(), window=1 << 20)
+    backend.steps = []
+    backend._ends = set()
+    return backend
+
+
+def prompt_of(length: int, new_tokens: int = 5, **options) -> Prompt:
+    return Prompt(token_ids=tokens_of(length, seed=length)[0].tolist(), max_new_tokens=new_tokens, **options)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_of_different_lengths_on_both_sides(family):
+    """Rows shorter and longer than sliding windows, than each other and than the switch, in one batch."""
+    plain = family_model(family)
+    factors = make_factors(plain, **SIDES)
+    backend = recording(switching(family_model(family), factors))
+    prompts = [prompt_of(length) for length in (3, ORIGINAL_LENGTH + 9, 20, ORIGINAL_LENGTH + 1, 2 * ORIGINAL_LENGTH)]
+    answers = backend._decode(prompts)
+    assert [len(answer) for answer in answers] == [5] * 5
+    assert len(backend.steps) == 5
+    for row, prompt in enumerate(prompts):
+        long = len(prompt.token_ids) > ORIGINAL_LENGTH
+        with rescaled(plain, factors, long_rows=long, check=False), torch.no_grad():
+            for step, together in enumerate(backend.steps):
+                tokens = torch.tensor([[*prompt.token_ids, *answers[row][:step]]])
+                alone = plain(input_ids=tokens, use_cache=False).logits[0, -1]
+                assert (together[row] - alone).abs().max() < 1e-4 * alone.abs().max()
+                assert int(alone.argmax()) == answers[row][step]
+
+
+def test_a_plain_model_has_no_switch():
+    model = family_model("llama")
+    backend = recording(model)
+    prompts = [prompt_of(9), prompt_of(40)]
+    answers = backend._decode(prompts)
+    for row, prompt in enumerate(prompts):
+        expected = model.generate(
+            torch.tensor([prompt.token_ids]), max_new_tokens=5, do_sample=False, eos_token_id=None
+        )
+        assert answers[row] == expected[0, len(prompt.token_ids) :].tolist()
+    assert model.config._attn_implementation == "eager"  # as it was
+
+
+def test_rows_that_may_cross_the_switch_are_generated_exactly():
+    model = switching(family_model("llama"), make_factors(family_model("llama"), **SIDES))
+    backend = recording(model)
+    prompts = [prompt_of(length, 6) for length in (ORIGINAL_LENGTH - 5, ORIGINAL_LENGTH - 4, ORIGINAL_LENGTH, 50)]
+    # The last of six new tokens is never run: 27 + 5 tokens are still short, 28 + 5 are not.
+    assert [backend._may_cross(prompt) for prompt in prompts] == [False, True, True, False]
+    answers = backend.answer(prompts)
+    for answer, prompt in zip(answers, prompts, strict=True):
+        tokens = list(prompt.token_ids)
+        for _ in range(6):
+            with torch.no_grad():
+                tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+        assert answer == Letters().decode(tokens[-6:])
+
+
+def test_an_answer_ends_at_its_limit_its_end_token_or_its_stop():
+    backend = recording(family_model("llama"))
+    limits = [prompt_of(9, 3), prompt_of(12, 8)]
+    free = backend.answer(limits)
+    assert [len(answer) for answer in free] == [3, 8]
+    whole = free[1]
+    stopped = backend.answer([prompt_of(9, 3), prompt_of(12, 8, stop=(whole[2:4],))])
+    assert stopped == [free[0], whole[: whole.index(whole[2:4])]]
+    backend._ends = {ord(whole[4]) - 64}
+    backend.steps.clear()
+    ended = backend.answer(limits)
+    assert ended[1] == whole[: whole.index(whole[4]) + 1]
+    assert len(backend.steps) < 8  # all had ended: nothing more is run
+
+
+def test_memory_left_of_a_row_never_matters(monkeypatch):
+    """Hidden columns hold what memory held before, which may be NaN."""
+    empty = torch.Tensor.new_empty
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *size: empty(self, *size).fill_(float("nan")))
+    backend = recording(family_model("llama"))
+    backend._decode([prompt_of(5), prompt_of(30)])
+    assert all(torch.isfinite(step).all() for step in backend.steps)
+
+
+def test_the_cache_takes_no_more_room_than_its_rows_need():
+    cache = RowsCache([3, 7], steps=2)
+    cache.filling = 0
+    cache.update(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4), 0)
+    assert cache._layers[0][0].shape == (2, 2, 9, 4)
+    assert cache.get_seq_length() == 0
+    cache.filling = None
+    cache.grow()
+    assert cache.visible(torch.device("cpu")).tolist() == [[False] * 4 + [True] * 4, [True] * 8]
+    assert RowsCache([5, 5], steps=1).visible(torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 5}, {"softcap": 3.0}, {"sinks": 4}, {"window": 3, "softcap": 2.0}])
+@pytest.mark.parametrize("padded", [False, True])
+def test_attention_of_the_last_token(options, padded):
+    """Against the reference, row by row without its padding."""
+    from longrope2.evaluation.decoding import last_token_attention
+
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(2, heads, size, 8, generator=generator) for heads, size in ((4, 1), (2, 9), (2, 9))
+    )
+    starts = [0, 4] if padded else [0, 0]
+    if "sinks" in options:
+        options = {**options, "sinks": torch.randn(4, generator=generator)}
+    visible = torch.arange(9) >= torch.tensor(starts)[:, None] if padded else None
+    found = last_token_attention(query, key, value, visible, scale=0.3, **options)
+    for row, start in enumerate(starts):
+        alone = reference_attention(
+            query[row : row + 1], key[row : row + 1, :, start:], value[row : row + 1, :, start:], scale=0.3, **options
+        )
+        assert torch.allclose(found[row], alone[0], atol=1e-6)
+
+
+# Scores
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+def test_scores_of_texts_of_different_lengths(family):
+    plain = family_model(family)
+    factors = make_factors(plain, **SIDES)
+    backend = recording(switching(family_model(family), factors))
+    spans = [
+        Span(token_ids=tokens_of(length, seed=length)[0].tolist(), start=start)
+        for length, start in ((12, 1), (ORIGINAL_LENGTH + 8, 30), (2, 1), (ORIGINAL_LENGTH, 31))
+    ]
+    for span, score in zip(spans, backend.score(spans), strict=True):
+        tokens = torch.tensor([span.token_ids])
+        with rescaled(plain, factors, long_rows=len(span.token_ids) > ORIGINAL_LENGTH, check=False), torch.no_grad():
+            logits = plain(input_ids=tokens, use_cache=False).logits[0, span.start - 1 : -1].double()
+        expected = -logits.log_softmax(-1).gather(-1, tokens[0, span.start :, None]).sum().item()
+        assert score.nll == pytest.approx(expected, rel=1e-4)
+        assert score.num_tokens == len(span.token_ids) - span.start
+        assert score.exact == bool((logits.argmax(-1) == tokens[0, span.start :]).all())
+
+
+def test_a_greedy_continuation_is_exact_and_answers_to_one_question_share_a_row():
+    model = family_model("llama")
+    backend = recording(model)
+    question = tokens_of(10)[0].tolist()
+    best = backend._decode([Prompt(token_ids=question, max_new_tokens=1)])[0][0]
+    seen = []
+    model.base_model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs.get("input_ids")), with_kwargs=True
+    )
+    spans = [Span(token_ids=[*question, token], start=10) for token in (best, 5, 6, 7)]
+    scores = backend.score(spans)
+    assert [score.exact for score in scores] == [token == best for token in (best, 5, 6, 7)]
+    assert math.fsum(math.exp(-score.nll) for score in scores) < 1
+    assert seen[0].shape == (1, 10)
+
+
+def test_logits_come_in_pieces(monkeypatch):
+    backend = recording(family_model("llama"))
+    span = Span(token_ids=tokens_of(30)[0].tolist(), start=3)
+    whole = backend.score([span])[0]
+    monkeypatch.setattr("longrope2.evaluation.backend.LOGIT_ROWS", 4)
+    assert backend.score([span])[0].nll == pytest.approx(whole.nll, rel=1e-6)
+
+
+def test_out_of_memory_says_what_to_do(monkeypatch):
+    backend = recording(family_model("llama"))
+
+    def exhausted(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(backend.model.base_model, "forward", exhausted)
+    with pytest.raises(LongRopeError, match="out of memory while answering 9 tokens") as caught:
+        backend.answer([prompt_of(9)])
+    assert "--batch-tokens" in caught.value.hint
+    with pytest.raises(LongRopeError, match="out of memory while scoring"):
+        backend.score([Span(token_ids=[1, 2, 3], start=1)])

@@ -1,0 +1,283 @@
+"""Intervals, tables, comparisons, and the command line around them."""
+
+import json
+import math
+import sys
+import types
+
+import pytest
+
+from longrope2.cli import main
+from longrope2.errors import LongRopeError, MissingExtraError
+from longrope2.evaluation.backend import Prompt, Span
+from longrope2.evaluation.compare import compare, retention
+from longrope2.evaluation.results import Measured, accuracy, average, perplexity, with_averages
+from longrope2.evaluation.run import SUITES, EvaluationConfig, lengths_for
+from longrope2.evaluation.statistics import mean_of_means, student, student_quantile, wilson
+from longrope2.evaluation.table import TITLES, run_tables
+from longrope2.models import describe
+from longrope2.perplexity import Score
+
+
+def measured(suite, task, length, score, samples=20, **options) -> Measured:
+    low, high = wilson(score / 100, samples)
+    return Measured(
+        suite=suite, task=task, length=length, metric="m", score=score, samples=samples,
+        low=100 * low, high=100 * high, **options,
+    )  # fmt: skip
+
+
+# Intervals
+
+
+@pytest.mark.parametrize(("right", "count"), [(0, 1), (0, 20), (5, 10), (19, 20), (20, 20), (333, 1000)])
+def test_wilson_against_scipy(right, count):
+    stats = pytest.importorskip("scipy.stats")
+    expected = stats.binomtest(right, count).proportion_ci(method="wilson")
+    assert wilson(right / count, count) == pytest.approx((expected.low, expected.high), abs=1e-12)
+
+
+def test_student_against_scipy():
+    stats = pytest.importorskip("scipy.stats")
+    for degrees in range(1, 120):
+        assert student_quantile(degrees) == pytest.approx(stats.t.ppf(0.975, degrees), abs=1e-9)
+    values = [1.0, 2.0, 4.0, 4.5]
+    expected = stats.t.interval(0.95, 3, loc=sum(values) / 4, scale=stats.sem(values))
+    assert student(values) == pytest.approx(expected, rel=1e-12)
+    assert student([1.0]) is None
+
+
+def test_an_average_over_equal_tasks_is_as_sure_as_all_their_scores():
+    assert mean_of_means([0.5, 1.0], [20, 20]) == (0.75, 40)
+    mean, count = mean_of_means([0.0, 1.0], [10, 90])
+    assert (mean, count) == (0.5, pytest.approx(36))  # the small task decides
+    both = average([measured("ruler", "a", 4096, 50.0), measured("ruler", "b", 4096, 100.0)])
+    assert (both.score, both.samples, both.task) == (75.0, 40, "average")
+    assert (both.low, both.high) == pytest.approx(tuple(100 * end for end in wilson(0.75, 40)))
+
+
+def test_accuracy_and_perplexity():
+    found = accuracy([1.0, 0.5, 0.0, 1.0], suite="s", task="t", length=8, metric="m")
+    assert (found.score, found.samples) == (62.5, 4)
+    assert found.low < 62.5 < found.high
+    scores = [Score(2.0, 2, exact=False), Score(9.0, 3, exact=False)]
+    book = perplexity(scores, suite="s", task="t", length=8)
+    assert book.score == pytest.approx(math.exp(11 / 5))  # each token counts the same
+    assert book.low < book.score < book.high
+    assert perplexity(scores[:1], suite="s", task="t", length=8).low is None
+    assert perplexity([Score(math.inf, 1, exact=False)], suite="s", task="t", length=8).score is None
+
+
+def test_averages_follow_their_length():
+    parts = [measured("ruler", task, length, 50.0) for length in (8192, 4096) for task in ("vt", "cwe")]
+    tasks = [(part.length, part.task) for part in with_averages(parts)]
+    assert tasks == [
+        (8192, "vt"), (8192, "cwe"), (8192, "average"), (4096, "vt"), (4096, "cwe"), (4096, "average"),
+    ]  # fmt: skip
+    assert with_averages(parts[:1]) == parts[:1]
+
+
+# Tables
+
+
+def test_tasks_are_rows_and_lengths_columns():
+    parts = [measured("ruler", task, length, 50.0) for length in (8192, 4096) for task in ("vt", "cwe")]
+    parts = [*with_averages(parts), measured("short", "mmlu", None, 30.0, 114)]
+    ruler, short = run_tables([part.to_json() for part in parts])
+    assert ruler.columns == ["task", "samples", "4k", "8k"]
+    assert [row[:2] for row in ruler.rows] == [["vt", "20"], ["cwe", "20"], ["Avg.", "40"]]
+    assert ruler.rows[0][2] == "50.0 (29.9–70.1)"
+    assert short.columns == ["task", "samples", "score"]
+    assert short.rows == [["MMLU", "114", "30.0 (22.4–39.0)"]]
+    assert ruler.markdown().splitlines()[2:4] == ["| task | samples | 4k | 8k |", "| --- | ---: | ---: | ---: |"]
+
+
+def test_every_suite_has_a_title():
+    assert set(TITLES) == set(SUITES)
+
+
+# Comparisons
+
+
+def write_run(folder, name, scores, *, factors=None, grids=None, notes=()) -> None:
+    folder.mkdir()
+    result = {
+        "name": name, "model": "m", "factors": factors, "notes": list(notes), "grids": grids or {},
+        "scores": [score.to_json() for score in scores],
+    }  # fmt: skip
+    (folder / "results.json").write_text(json.dumps(result))
+
+
+@pytest.fixture
+def runs(tmp_path):
+    grid = {
+        "lengths": [4096, 8192],
+        "depths": [0.0, 1.0],
+        "cells": [[{"score": 100.0, "samples": 10, "low": 72.2, "high": 100.0}] * 2] * 2,
+    }
+    base = [measured("short", "mmlu", None, 60.0, 100), measured("short", "gsm8k", None, 40.0, 50)]
+    write_run(tmp_path / "base", "original", [*base, average(base)])
+    for name, score in (("yarn", 50.0), ("longrope2", 80.0)):
+        ruler = [measured("ruler", task, length, score) for length in (4096, 8192) for task in ("vt", "cwe")]
+        short = [measured("short", "mmlu", None, 54.0, 100), measured("short", "gsm8k", None, 36.0, 50)]
+        scores = [*with_averages(ruler), measured("niah", "niah", 8192, 90.0, 110), *short, average(short)]
+        write_run(tmp_path / name, name, scores, factors={"method": name}, grids={"niah": grid}, notes=["without qa_1"])
+    return [tmp_path / name for name in ("base", "yarn", "longrope2")]
+
+
+def test_methods_are_rows(runs):
+    result = compare(runs)
+    tables = {table["title"]: table for table in result["tables"]}
+    assert tables["RULER"]["columns"] == ["Method", "4k", "8k"]
+    assert [row[0] for row in tables["RULER"]["rows"]] == ["yarn", "longrope2"]
+    assert tables["RULER"]["rows"][1][1].startswith("80.0 (")
+    assert tables["Needle in a Haystack"]["columns"] == ["Method", "8k"]
+    assert tables["Short tasks"]["columns"] == ["Method", "Avg.", "MMLU", "GSM8K", "Retention"]
+    assert [row[-1] for row in tables["Short tasks"]["rows"]] == ["100.0%", "90.0%", "90.0%"]
+    assert result["base"] == "original"
+    assert "- yarn: without qa_1" in result["markdown"]
+    assert "samples in a number: 40" in result["markdown"]
+
+
+def test_averages_over_other_tasks_are_told_apart(tmp_path):
+    for name, tasks in (("a", ("vt", "cwe")), ("b", ("vt", "cwe", "fwe"))):
+        write_run(tmp_path / name, name, with_averages(measured("ruler", task, 4096, 50.0) for task in tasks))
+    result = compare([tmp_path / "a", tmp_path / "b"])
+    assert "averages are not of the same tasks (mean over 2 tasks, mean over 3 tasks)" in result["markdown"]
+    assert result["base"] is None  # two originals: neither is the one
+
+
+def test_retention_is_on_common_tasks():
+    by_name = {
+        "base": [measured("short", "a", None, 50.0).to_json(), measured("short", "b", None, 10.0).to_json()],
+        "other": [measured("short", "a", None, 45.0).to_json(), measured("short", "c", None, 99.0).to_json()],
+    }
+    assert retention(by_name, "base") == {"base": 100.0, "other": 90.0}
+    assert retention(by_name, None) == {}
+
+
+def command(monkeypatch, capsys, *arguments) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["longrope2", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    output = capsys.readouterr()
+    return ended.value.code or 0, output.out, output.err
+
+
+def test_compare_writes_markdown_json_and_figures(runs, tmp_path, monkeypatch, capsys):
+    code, out, _ = command(monkeypatch, capsys, "compare", *runs, "-o", tmp_path / "out")
+    assert code == 0
+    assert "Retention" in out
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "compare.md",
+        "compare.json",
+        "ruler.png",
+        "niah.png",
+    }
+    assert json.loads((tmp_path / "out" / "compare.json").read_text())["retention"]["yarn"] == pytest.approx(90.0)
+    code, out, _ = command(monkeypatch, capsys, "compare", *runs, "--json", "--base", "yarn")
+    assert json.loads(out)["retention"]["original"] == pytest.approx(1000 / 9)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "results.json: cannot be read"),
+        (["yarn", "yarn"], "several evaluations are named yarn"),
+        (["yarn", "--base", "origin"], "run 'origin' is not known"),
+        (["broken"], "not the results of an evaluation"),
+    ],
+)
+def test_wrong_comparisons(arguments, message, runs, monkeypatch, capsys):
+    folder = runs[0].parent
+    (folder / "broken").mkdir()
+    (folder / "broken" / "results.json").write_text("{}")
+    (folder / "nowhere").mkdir()
+    monkeypatch.chdir(folder)
+    code, out, error = command(monkeypatch, capsys, "compare", *arguments)
+    assert (code, out) == (2, "")
+    assert message in error
+    assert "Traceback" not in error
+
+
+# Evaluations that are refused
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--suite", "rulr"], "suite 'rulr' is not known\nhint: did you mean 'ruler'?"),
+        (["--suite", "ruler", "--tasks", "niah_singl_1"], "did you mean 'niah_single_1'?"),
+        (["--suite", "niah", "--lengths", "1k"], "length 1,024 is beyond the model's window of 256 tokens"),
+        (["--suite", "niah", "--samples", "0"], "samples must be at least 1, got 0"),
+        (["--suite", ","], "no suite is named"),
+        (["--suite", "longbench"], "longbench needs its data files\nhint: triviaqa.jsonl is in data.zip"),
+        (["--suite", "niah", "--switch-length", "64"], "--switch-length needs a model with two sides"),
+        (
+            ["--suite", "niah", "--backend", "vllm", "--switch-length", "64"],
+            "--backend vllm takes a saved model as it is",
+        ),
+        (["--suite", "niah", "--chat"], "the tokenizer has no chat template"),
+    ],
+)
+def test_wrong_evaluations_are_one_message(options, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    code, out, error = command(monkeypatch, capsys, "evaluate", "tiny", "-o", "out", *options)
+    assert (code, out) == (2, "")
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_lengths_up_to_the_window():
+    config = EvaluationConfig(suites=("niah",))
+    assert lengths_for(config, 1 << 14) == (16_384, 8192, 4096)
+    assert lengths_for(config, 300) == (300,)
+    asked = EvaluationConfig(suites=("niah",), lengths=(64, 128, 64), beyond_window=True)
+    assert lengths_for(asked, 100) == (128, 64)
+
+
+def test_tasks_belong_to_their_suites():
+    config = EvaluationConfig(suites=("ruler", "niah"), tasks=("vt", "cwe"))
+    assert config.tasks_of("ruler") == ("vt", "cwe")
+    assert config.tasks_of("niah") == ("niah",)
+    config = EvaluationConfig(suites=("ruler", "short"), tasks=("vt", "arc_easy"))
+    assert config.tasks_of("short") == ("arc_easy",)
+    with pytest.raises(LongRopeError, match="task 'arc_easy' is not known"):
+        EvaluationConfig(suites=("ruler",), tasks=("arc_easy",))
+
+
+# vLLM
+
+
+def test_vllm_is_asked_as_it_wants(monkeypatch):
+    from longrope2.evaluation.vllm_backend import VllmBackend
+
+    asked = {}
+
+    class Engine:
+        def __init__(self, **options):
+            asked["engine"] = options
+
+        def generate(self, prompts, parameters, *, use_tqdm):
+            asked["prompts"], asked["parameters"] = prompts, parameters
+            return [types.SimpleNamespace(outputs=[types.SimpleNamespace(text="yes; no")]) for _ in prompts]
+
+    fake = types.SimpleNamespace(LLM=Engine, SamplingParams=lambda **options: options)
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    backend = VllmBackend(describe("tiny"), None, window=256)
+    assert backend.answer([Prompt(token_ids=(1, 2), max_new_tokens=3, stop=(";",))]) == ["yes"]
+    assert asked["engine"]["max_model_len"] == 257
+    assert asked["engine"]["trust_remote_code"] is False
+    assert asked["prompts"] == [{"prompt_token_ids": [1, 2]}]
+    assert asked["parameters"] == [{"temperature": 0.0, "max_tokens": 3, "stop": [";"]}]
+    with pytest.raises(LongRopeError, match="do not run on vLLM"):
+        backend.score([Span(token_ids=[1, 2], start=1)])
+
+
+def test_without_vllm_the_pip_command_is_named(monkeypatch):
+    from longrope2.evaluation.vllm_backend import VllmBackend
+
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(MissingExtraError) as caught:
+        VllmBackend(describe("tiny"), None, window=256)
+    assert caught.value.hint == "pip install 'longrope2[vllm]'"

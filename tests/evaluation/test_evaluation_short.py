@@ -1,0 +1,170 @@
+"""Short tasks: the harness gets from our model what it gets from its own, and reads files from a folder."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from longrope2.distributed import World
+from longrope2.errors import DataError, LongRopeError
+from longrope2.evaluation.backend import TorchBackend
+from longrope2.evaluation.engine import Engine, Journal
+from longrope2.evaluation.short_data import local_tasks
+from longrope2.evaluation.suites import Setup
+from longrope2.models import load
+
+pytest.importorskip("lm_eval")
+ALONE = World(process=0, num_processes=1, local_process=0)
+HELLASWAG = [
+    {"activity_label": "Sailing", "ctx_a": "A man is on a boat.", "ctx_b": "he", "ctx": "A man is on a boat. he",
+     "endings": ["sails away.", "eats the [sea].", "is a number of the house.", "the of."], "label": str(number % 4)}
+    for number in range(11)
+]  # fmt: skip
+MMLU = [
+    {"question": f"What is {number} + 1?", "subject": subject, "choices": ["1", "2", "3", "4"], "answer": number % 4}
+    for subject in ("anatomy", "virology")
+    for number in range(5)
+]
+GSM8K = [
+    {"question": f"What is {number} plus 1?", "answer": f"It is one more.\n#### {number + 1}"} for number in range(7)
+]
+TRUTHFULQA = (
+    "Type,Category,Question,Best Answer,Correct Answers,Incorrect Answers,Source\n"
+    "A,B,Is the sea wet?,Yes,Yes; It is,No; Never,url\n"
+    'A,B,"Where, is it?",Here,Here,There;,url\n'
+)
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return load("tiny")
+
+
+@pytest.fixture
+def data(tmp_path) -> Path:
+    folder = tmp_path / "short"
+    folder.mkdir()
+    files = {"hellaswag_val": HELLASWAG, "mmlu_test": MMLU, "mmlu_dev": MMLU, "gsm8k_test": GSM8K, "gsm8k_train": GSM8K}
+    for name, rows in files.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "TruthfulQA.csv").write_text(TRUTHFULQA)
+    return tmp_path
+
+
+def engine_of(tiny, path=None) -> Engine:
+    return Engine(TorchBackend(tiny.model, tiny.tokenizer, window=256), Journal(path, {}), ALONE)
+
+
+def setup_of(tiny, data, *tasks, named=True, samples=None) -> Setup:
+    return Setup(
+        tokenizer=tiny.tokenizer, lengths=(256,), tasks=tasks, named=named, samples=samples, seed=1, data=data,
+        books=None, chat=False, note=lambda message: None, cache=Path("unused"),
+    )  # fmt: skip
+
+
+def test_the_same_scores_as_the_harness_with_its_own_model(tiny, data, tmp_path):
+    """Multiple choice with one token and with many, weighted choices, generated answers."""
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    from longrope2.evaluation import short
+
+    tasks = ("mmlu", "hellaswag", "truthfulqa_mc2", "gsm8k")
+    journal = tmp_path / "generations.jsonl"
+    outcome = short.run(setup_of(tiny, data, *tasks), engine_of(tiny, journal))
+    found = {measured.task: measured for measured in outcome.measured}
+    assert {task: measured.samples for task, measured in found.items()} == {
+        "mmlu": 10, "hellaswag": 11, "truthfulqa_mc2": 2, "gsm8k": 7, "average": 30,
+    }  # fmt: skip
+    theirs = HFLM(pretrained=tiny.model, tokenizer=tiny.tokenizer, max_length=256, batch_size=4)
+    notes: list[str] = []
+    local = local_tasks(data, tasks, tmp_path / "theirs", notes)
+    for task, metric in (("mmlu", "acc"), ("hellaswag", "acc_norm"), ("truthfulqa_mc2", "acc")):
+        results = simple_evaluate(
+            theirs,
+            tasks=local[task],
+            num_fewshot=short.EXAMPLES.get(task),
+            task_manager=TaskManager(include_defaults=False),
+            bootstrap_iters=0,
+            fewshot_random_seed=1,
+        )
+        scores = [document[metric] for part in results["samples"].values() for document in part]
+        assert found[task].score == pytest.approx(100 * sum(scores) / len(scores), rel=1e-4), task
+    assert "hellaswag: examples come from the validation file" in notes[1]
+    assert outcome.notes == notes
+    # All of it is in the journal, so that nothing is computed again.
+    engine = engine_of(tiny, journal)
+    engine.backend.score = engine.backend.answer = None
+    assert short.run(setup_of(tiny, data, *tasks), engine).measured == outcome.measured
+
+
+def test_likelihoods_and_answers_are_those_of_the_harness(tiny):
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    from longrope2.evaluation.short_model import EngineModel
+
+    ours = EngineModel(engine_of(tiny), max_length=256)
+    # One by one: in batches its rolling windows come out otherwise than from a plain forward (0.4.13).
+    theirs = HFLM(pretrained=tiny.model, tokenizer=tiny.tokenizer, max_length=256, batch_size=1)
+
+    def requests(kind, *arguments):
+        return [Instance(request_type=kind, doc={}, arguments=each, idx=0) for each in arguments]
+
+    pairs = requests(
+        "loglikelihood", ("The sea", " is wide"), ("", "Whales"), ("It was the ", "best"), ("word " * 400, "end of it")
+    )
+    for (nll, greedy), (expected, exact) in zip(ours.loglikelihood(pairs), theirs.loglikelihood(pairs), strict=True):
+        assert nll == pytest.approx(expected, rel=1e-4)
+        assert greedy == exact
+    texts = requests("loglikelihood_rolling", ("Call me Ishmael.",), ("the whale " * 300,))
+    assert ours.loglikelihood_rolling(texts) == pytest.approx(theirs.loglikelihood_rolling(texts), rel=1e-4)
+    options = {"until": ["."], "max_gen_toks": 12, "do_sample": False}
+    prompts = requests("generate_until", ("Once upon a time", options), ("The captain of the ship", options))
+    assert ours.generate_until(prompts) == theirs.generate_until(prompts)
+    with pytest.raises(LongRopeError, match="answers here are greedy"):
+        ours.generate_until(requests("generate_until", ("x", {"until": [], "do_sample": True, "temperature": 1.0})))
+
+
+def test_tasks_without_files_are_left_out_and_named(tiny, data):
+    from longrope2.evaluation import short
+
+    (data / "short" / "gsm8k_train.jsonl").unlink()
+    setup = setup_of(tiny, data, "gsm8k", "truthfulqa_mc2", named=False, samples=1)
+    outcome = short.run(setup, engine_of(tiny))
+    assert [measured.task for measured in outcome.measured] == ["truthfulqa_mc2"]
+    assert outcome.measured[0].samples == 1
+    assert "short: without gsm8k, which has no file in --data" in outcome.notes
+
+
+def test_too_few_examples_is_one_message(tiny, data):
+    from longrope2.evaluation import short
+
+    for name in ("test", "dev"):
+        rows = [row for row in MMLU if row["subject"] == "anatomy"][:2]
+        (data / "short" / f"mmlu_{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(LongRopeError, match=r"short task mmlu cannot be run .* number of fewshot samples"):
+        short.run(setup_of(tiny, data, "mmlu"), engine_of(tiny))
+
+
+def test_truthfulqa_choices(data, tmp_path):
+    (path,) = local_tasks(data, ["truthfulqa_mc2"], tmp_path / "made", [])["truthfulqa_mc2"]
+    rows = (Path(path).parent / "truthfulqa_mc2-validation.jsonl").read_text().splitlines()
+    first, second = map(json.loads, rows)
+    assert first["mc2_targets"] == {"choices": ["Yes", "It is", "No", "Never"], "labels": [1, 1, 0, 0]}
+    assert first["mc1_targets"] == {"choices": ["Yes", "No", "Never"], "labels": [1, 0, 0]}
+    assert second["mc2_targets"] == {"choices": ["Here", "There"], "labels": [1, 0]}
+
+
+def test_wrong_files_are_named(data, tmp_path):
+    file = data / "short" / "hellaswag_val.jsonl"
+    file.write_text(json.dumps(HELLASWAG[0]) + "\n" + json.dumps({"label": "1"}) + "\n")
+    with pytest.raises(DataError, match=r"hellaswag_val.jsonl, line 2: no field 'activity_label', only label"):
+        local_tasks(data, ["hellaswag"], tmp_path / "made", [])
+    (data / "short" / "mmlu_dev.jsonl").write_text(json.dumps(MMLU[0]) + "\n")
+    with pytest.raises(DataError, match=r"subjects without examples in mmlu_dev.jsonl, or unknown: virology"):
+        local_tasks(data, ["mmlu"], tmp_path / "made", [])
+    (data / "short" / "TruthfulQA.csv").write_text("Question,Answer\nWhy?,So\n")
+    with pytest.raises(DataError, match=r"TruthfulQA.csv, line 2: not as TruthfulQA.csv is published"):
+        local_tasks(data, ["truthfulqa_mc2"], tmp_path / "made", [])
