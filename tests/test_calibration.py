@@ -152,7 +152,7 @@ class TestTheCommand:
         monkeypatch.setattr(calibration, "calibrate", lambda *_: result)
         (tmp_path / "calibration.json").mkdir()  # a file cannot take its name
         rescale("yarn", describe("tiny").rope, 1024).save(tmp_path / "f.json")
-        with pytest.raises(OSError):
+        with pytest.raises(IsADirectoryError):
             run_calibrate("tiny", **self.options(factors_file=tmp_path / "f.json", output=tmp_path))
         assert "recommended switch length" in capsys.readouterr().out
 

@@ -216,6 +216,16 @@ class TestRefusals:
         assert result.err.replace("error: ", "").startswith(message) or message in result.err
         assert result.out == ""
 
+    def test_weights_that_are_not_numbers(self, longrope2, monkeypatch):
+        broken = command.load_model("tiny", device="cpu")
+        torch.nn.init.constant_(broken.model.model.norm.weight, float("nan"))
+        monkeypatch.setattr(command, "load_model", lambda *_: broken)
+        result = longrope2("generate", "tiny", "--prompt", "a", "--temperature", "1", "--max-new-tokens", "2")
+        assert (result.code, result.err.splitlines()[0]) == (
+            2,
+            "error: the model's logits are not finite, so that nothing can be sampled",
+        )
+
     def test_an_empty_stdin(self, monkeypatch):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
         with pytest.raises(Exception, match="the prompt is empty"):

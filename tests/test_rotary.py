@@ -252,6 +252,13 @@ class TestLoudFailures:
         ):
             pass
 
+    def test_weights_that_are_not_numbers(self):
+        model = family_model("llama")
+        factors = make_factors(model)
+        torch.nn.init.constant_(model.model.layers[0].mlp.up_proj.weight, float("nan"))
+        with pytest.raises(RotaryError, match="logits that are not numbers"), rescaled(model, factors):
+            pass
+
     def test_no_rotary_module(self):
         with (
             pytest.raises(RotaryError, match="has 0 rotary modules"),

@@ -1,6 +1,8 @@
 """One process or many: the few collective steps the package needs, the same code for both."""
 
+import atexit
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +12,9 @@ from longrope2.errors import LongRopeError
 
 if TYPE_CHECKING:
     import torch
+
+PATIENCE = 5.0
+"""Seconds in which torchrun has ended the other processes for certain, once one has failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,9 +72,8 @@ class World:
 
 @contextmanager
 def world(*, group_size: int = 1) -> Iterator[World]:
-    """Join the processes that torchrun started, for the length of the block."""
-    # torchrun tells its workers who they are in these three variables.
-    process, count, local = (int(os.getenv(name) or 0) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    """Join the processes that torchrun started; may be used again and again."""
+    process, count, local = _place()
     here = World(process=process, num_processes=max(count, 1), local_process=local, group_size=group_size)
     if group_size < 1 or here.num_processes % group_size:
         raise LongRopeError(
@@ -83,8 +87,32 @@ def world(*, group_size: int = 1) -> Iterator[World]:
     import torch.distributed as dist
 
     # Objects travel through gloo, which every machine has; a model spread over GPUs talks through NCCL.
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-    try:
-        yield here
-    finally:
-        dist.destroy_process_group()
+    # They stay joined until they end: torchrun's store serves one group of processes in its life.
+    if not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        atexit.register(dist.destroy_process_group)
+    yield here
+
+
+def is_main_process() -> bool:
+    """Whether this process talks to the user, also before it has joined the others."""
+    return _place()[0] == 0
+
+
+def wait_to_speak() -> str:
+    """Wait for this process's turn to tell of an error; returns how it introduces itself.
+
+    Most errors meet all processes alike: the main one tells it and exits, and torchrun ends the others while they
+    wait. A process whose error is its own outlives that and tells it, the first one of a machine before the rest.
+    """
+    if is_main_process():
+        return ""
+    process, _, local = _place()
+    time.sleep(PATIENCE if local == 0 else 2 * PATIENCE)
+    return f"process {process}: "
+
+
+def _place() -> tuple[int, int, int]:
+    """Number of this process, how many there are, and its number on this machine, as torchrun tells its workers."""
+    process, count, local = (int(os.getenv(name) or 0) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    return process, count, local

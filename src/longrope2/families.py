@@ -3,7 +3,9 @@
 Only families in the table below are extended: an unknown layout is refused, never guessed to be a LLaMA.
 """
 
+import logging
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +58,18 @@ WITHOUT_ROPE = {
 
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
+LONG_MSCALE, SHORT_MSCALE = "long_mscale", "short_mscale"
+"""The attention factor of each side, as vLLM and SGLang call it; transformers has only one, for both."""
+
+
+def accept_mscales() -> None:
+    """Keep transformers from complaining, at every load and save, of the two RoPE parameters that it does not know."""
+    logging.getLogger("transformers.modeling_rope_utils").addFilter(_is_of_other_keys)
+
+
+def _is_of_other_keys(record: logging.LogRecord) -> bool:
+    text, _, keys = record.getMessage().partition("': {")
+    return "Unrecognized keys" not in text or not set(re.findall(r"'(\w+)'", keys)) <= {LONG_MSCALE, SHORT_MSCALE}
 
 
 @dataclass(frozen=True, kw_only=True)

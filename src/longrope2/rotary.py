@@ -215,6 +215,11 @@ def _prove_effect(model: nn.Module, rotary: RescaledRotary) -> None:
         return outputs.logits.float()
 
     blind, seeing = logits(near, 0.0), logits(near, 1.0)
+    if bool(blind.isnan().any()):
+        raise RotaryError(
+            f"{type(model).__name__} answers eight plain tokens with logits that are not numbers",
+            hint="its weights may be damaged, or too large for this dtype",
+        )
     if torch.equal(blind, seeing):
         raise RotaryError(
             f"rescaling had no effect on {type(model).__name__}: its rotary module is never used",

@@ -6,11 +6,9 @@ import math
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -414,12 +412,10 @@ from pathlib import Path
 from longrope2.cli import main
 from longrope2.perplexity import Scorer
 
-ports, arguments = sys.argv[1].split(","), sys.argv[2:]
+arguments = sys.argv[1:]
 
 
 def run(*options):
-    # torchrun's own store serves one group of processes in its life; each search here gets another.
-    os.environ["MASTER_PORT"] = ports.pop()
     sys.argv = ["longrope2", *arguments, *options]
     try:
         main()
@@ -436,20 +432,11 @@ def dying(self, factors, documents):
     return score(self, factors, documents)
 
 
-os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
 run("-o", "two")
 run("-o", "shared", "--tensor-parallel", "2")
 score, calls, Scorer.__call__ = Scorer.__call__, 0, dying
 run("-o", "dead")
 """
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 @pytest.fixture(scope="session")
@@ -459,8 +446,7 @@ def together(tmp_path_factory) -> Path:
     def make(folder: Path) -> None:
         (folder / "together.py").write_text(TOGETHER)
         command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "together.py"]
-        ports = ",".join(map(str, free_ports(3)))
-        ended = finish(start(folder, *command, ports, "search", "tiny", *OPTIONS))
+        ended = finish(start(folder, *command, "search", "tiny", *OPTIONS))
         (folder / "end").write_text(f"{time.time()} {ended.returncode}")
         (folder / "stdout").write_text(ended.stdout)
         (folder / "stderr").write_text(ended.stderr)

@@ -143,6 +143,15 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, damage, capsys):
     assert_same(weights(whole), weights(resumed))
 
 
+def test_a_damaged_checkpoint_takes_no_good_ones_place(tmp_path):
+    run(tmp_path, stop_after=5, keep=2)
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(folder / "step-00000004", folder / "step-00000008")
+    (folder / "step-00000008" / "checkpoint.json").write_text("{")
+    run(tmp_path, keep=1)
+    assert checkpoints(tmp_path) == ["step-00000006", "step-00000008"]
+
+
 def test_a_half_written_checkpoint_does_not_count(tmp_path):
     whole, _ = run(tmp_path / "whole")
     run(tmp_path / "parts", stop_after=3)

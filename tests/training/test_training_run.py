@@ -21,6 +21,7 @@ from longrope2.factors import RescaleFactors
 from longrope2.models import describe, rescale_model
 from longrope2.training.loop import StepResult, TrainConfig
 from longrope2.training.progress import Log, Reporter, read_log
+from longrope2.training.record import show_record
 from longrope2.training.run import run_train
 from longrope2.training.shape import shape_of, skeleton
 from test_models import write_gguf
@@ -88,6 +89,17 @@ def test_the_record_says_what_was_done(sample, finished):
     assert record["losses"]["last"]["loss"] == lines[-1]["loss"] < lines[0]["loss"]
     assert {"loss_short", "loss_long", "gradient_norm", "tokens_per_second"} <= set().union(*lines)
     assert any((output / "tensorboard").iterdir())
+
+
+def test_a_kind_of_row_that_one_step_lacks_is_shown_all_the_same(tmp_path, capsys):
+    losses = {"first": {"loss": 3.5, "loss_long": 3.5}, "last": {"loss": 2.5, "loss_short": 2.5}}
+    record = {"steps": 2, "tokens": 8, "seconds": 1.0, "losses": losses, "needles": {}}
+    (tmp_path / "training.json").write_text(json.dumps(record))
+    show_record(tmp_path, as_json=False)
+    words = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["loss", "3.5000", "2.5000"] in words
+    assert ["loss_long", "3.5000", "-"] in words
+    assert ["loss_short", "-", "2.5000"] in words
 
 
 def test_a_finished_run_is_left_alone(sample, finished, capsys, monkeypatch):
@@ -232,7 +244,7 @@ def refusals():
     yield {"steps": 0, "learning_rate": -1.0, "weight_decay": -1.0, "gradient_clip": 0.0, "seed": -1}, "5 problems"
     yield {"batch_rows": 0}, "batch_rows must be at least 1"
     yield {"lora": 0}, "rank of at least 1"
-    yield {"lora": 100_000}, "lora must be less than the model is wide"
+    yield {"lora": 100_000}, "rank of at most 64, the model's width, got 100,000"
     yield {"lora": 2, "freeze": ("*",)}, "freezes the whole model already"
     yield {"evaluate_every": -1}, "evaluate_every must not be negative"
     yield {"evaluate_documents": 0}, "evaluate_documents must be at least 1"

@@ -137,6 +137,13 @@ def run_generate(
             f"out of memory at a prompt of {len(ids):,} tokens ({live.dtype} on {live.device})",
             hint="use a shorter prompt, or a GPU with more memory",
         ) from error
+    except RuntimeError as error:
+        if "probability tensor" not in str(error):
+            raise
+        raise LongRopeError(
+            "the model's logits are not finite, so that nothing can be sampled",
+            hint="its weights may be damaged, or too large for this dtype",
+        ) from error
     _tell(Timing(listener.times), len(ids), room, live.longrope2 if has_factors else None)
     if interrupted:
         raise KeyboardInterrupt

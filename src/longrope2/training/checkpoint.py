@@ -87,17 +87,19 @@ class Checkpoints:
         _sync(temporary)
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
-        for old in self._steps()[: -self._keep]:
+        # Later ones were passed over as damaged; they must not count, or good ones would go in their place.
+        for old in [step for step in self._steps() if step <= record["step"]][: -self._keep]:
             shutil.rmtree(self._folder / f"step-{old:08d}")
 
     def load_latest(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any] | None:
         """Restore the newest whole checkpoint and return its record; None where there is none."""
-        for step in reversed(self._steps()):
+        # What the main process sees: on a network file system others may see it later.
+        for step in reversed(self._here.gather(self._steps())[0]):
             folder = self._folder / f"step-{step:08d}"
             problem = self._here.gather(_problem(folder) if self._here.is_main else None)[0]
             if problem is not None:
                 if self._here.is_main:
-                    warn(f"{folder} is damaged ({problem}); using the checkpoint before it")
+                    warn(f"{folder} is damaged ({problem}) and passed over")
                 continue
             weights, moments = get_state_dict(model, optimizer)
             state: dict[str, Any] = {"model": weights, "optimizer": moments}

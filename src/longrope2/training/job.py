@@ -109,8 +109,9 @@ def prepare(
     problems = config.problems()
     problems += _misfits(plan, factors, tokenizer, bones.config.get_text_config())
     problems += _uneven(config, plan, bones.config.get_text_config(), here)
-    if config.lora and config.lora > (width := bones.config.get_text_config().hidden_size):
-        problems.append(f"lora must be less than the model is wide, {width:,}, got {config.lora:,}: nothing would be low")
+    width = bones.config.get_text_config().hidden_size
+    if (config.lora or 0) > width:
+        problems.append(f"lora must be a rank of at most {width:,}, the model's width, got {config.lora:,}")
     if problems:
         raise LongRopeError(all_problems("this run cannot start", problems), hint="`longrope2 train --help`")
     if config.lora:

@@ -58,7 +58,10 @@ def show_record(folder: Path, *, as_json: bool) -> None:
     rows = []
     if record["losses"]:
         first, last = record["losses"]["first"], record["losses"]["last"]
-        rows += [[name, f"{first[name]:.4f}" if name in first else "-", f"{last[name]:.4f}"] for name in last]
+        # A step need not have rows of both kinds.
+        rows += [
+            [name, *(f"{end[name]:.4f}" if name in end else "-" for end in (first, last))] for name in first | last
+        ]
     if record["needles"]:
         first, last = ({_name(r): r["exact"] for r in record["needles"][end]["needles"]} for end in ("first", "last"))
         rows += [[name, f"{first[name]:.0%}" if name in first else "-", f"{last[name]:.0%}"] for name in last]
