@@ -139,7 +139,7 @@ def _open_path(path: Path, text_column: str) -> Iterator[Book]:
     if name.endswith(".txt"):
         return map(_read_text_file, [path])
     if name.endswith((".jsonl", ".jsonl.gz")):
-        return _from_rows(_read_jsonl(path), text_column, str(path))
+        return _from_rows(read_jsonl(path), text_column, str(path))
     if name.endswith(".parquet"):
         return _from_rows(_read_parquet(path, text_column), text_column, str(path))
     raise DataError(f"{path}: not a kind of file that is read", hint=f"give {KINDS}")
@@ -165,7 +165,10 @@ def _read_text_file(path: Path) -> Book:
     return _book(path.stem, text.replace("\r\n", "\n").replace("\r", "\n"), str(path))
 
 
-def _read_jsonl(path: Path) -> Iterator[tuple[str, Row]]:
+def read_jsonl(
+    path: Path, *, hint: str = "a .jsonl file holds one JSON object per line"
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(its place, the object) of every line of a .jsonl or .jsonl.gz file; an error names the line."""
     opener: Any = gzip.open if path.suffix.lower() == ".gz" else open
     try:
         # Read as bytes, so that a line that is not UTF-8 can be named.
@@ -173,13 +176,12 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Row]]:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     where = f"{path}, line {number}"
-                    yield where, _json_object(_decode(line, where), where)
+                    yield where, _json_object(_decode(line, where), where, hint)
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: cannot be read ({error})", hint="check that the file is whole") from error
 
 
-def _json_object(line: str, where: str) -> Row:
-    hint = "a .jsonl file holds one JSON object per line"
+def _json_object(line: str, where: str, hint: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:

@@ -154,6 +154,8 @@ def test_retention_is_on_common_tasks():
     }
     assert retention(by_name, "base") == {"base": 100.0, "other": 90.0}
     assert retention(by_name, None) == {}
+    nothing = {"base": [measured("short", "a", None, 0.0).to_json()], "other": by_name["other"]}
+    assert retention(nothing, "base") == {}
 
 
 def command(monkeypatch, capsys, *arguments) -> tuple[int, str, str]:
@@ -209,6 +211,7 @@ def test_wrong_comparisons(arguments, message, runs, monkeypatch, capsys):
         (["--suite", "rulr"], "suite 'rulr' is not known\nhint: did you mean 'ruler'?"),
         (["--suite", "ruler", "--tasks", "niah_singl_1"], "did you mean 'niah_single_1'?"),
         (["--suite", "niah", "--lengths", "1k"], "length 1,024 is beyond the model's window of 256 tokens"),
+        (["--suite", "short", "--data", "nowhere"], "nowhere: no such folder"),
         (["--suite", "niah", "--samples", "0"], "samples must be at least 1, got 0"),
         (["--suite", ","], "no suite is named"),
         (["--suite", "longbench"], "longbench needs its data files\nhint: triviaqa.jsonl is in data.zip"),

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-from pathlib import Path
 
 import pytest
 
@@ -79,5 +78,3 @@ def test_nothing_to_run_is_an_error(tmp_path):
     with pytest.raises(DataError, match=r"nothing of RULER can be run: qa_2 needs HotpotQA's") as caught:
         ruler_suite.run(setup_of(tmp_path, "qa_2"), Knowing(set()))
     assert "--data" in caught.value.hint
-    with pytest.raises(DataError, match="no such folder"):
-        ruler_suite.run(setup_of(tmp_path, "vt", data=Path("nowhere")), Knowing(set()))

@@ -1,5 +1,6 @@
 """Short tasks: the harness gets from our model what it gets from its own, and reads files from a folder."""
 
+import gzip
 import json
 from pathlib import Path
 
@@ -31,7 +32,7 @@ GSM8K = [
 TRUTHFULQA = (
     "Type,Category,Question,Best Answer,Correct Answers,Incorrect Answers,Source\n"
     "A,B,Is the sea wet?,Yes,Yes; It is,No; Never,url\n"
-    'A,B,"Where, is it?",Here,Here,There;,url\n'
+    'A,B,"Where, is it?",Here,Here; Here,Here; There;,url\n'
 )
 
 
@@ -62,7 +63,7 @@ def setup_of(tiny, data, *tasks, named=True, samples=None) -> Setup:
     )  # fmt: skip
 
 
-def test_the_same_scores_as_the_harness_with_its_own_model(tiny, data, tmp_path):
+def test_the_same_scores_as_the_harness_with_its_own_model(tiny, data, tmp_path, capsys):
     """Multiple choice with one token and with many, weighted choices, generated answers."""
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
@@ -73,6 +74,7 @@ def test_the_same_scores_as_the_harness_with_its_own_model(tiny, data, tmp_path)
     tasks = ("mmlu", "hellaswag", "truthfulqa_mc2", "gsm8k")
     journal = tmp_path / "generations.jsonl"
     outcome = short.run(setup_of(tiny, data, *tasks), engine_of(tiny, journal))
+    assert "%|" not in capsys.readouterr().err, "a progress bar of the harness"
     found = {measured.task: measured for measured in outcome.measured}
     assert {task: measured.samples for task, measured in found.items()} == {
         "mmlu": 10, "hellaswag": 11, "truthfulqa_mc2": 2, "gsm8k": 7, "average": 30,
@@ -148,7 +150,12 @@ def test_too_few_examples_is_one_message(tiny, data):
         short.run(setup_of(tiny, data, "mmlu"), engine_of(tiny))
 
 
-def test_truthfulqa_choices(data, tmp_path):
+@pytest.mark.parametrize("packed", [False, True])
+def test_truthfulqa_choices(packed, data, tmp_path):
+    file = data / "short" / "TruthfulQA.csv"
+    if packed:
+        (data / "short" / "TruthfulQA.csv.gz").write_bytes(gzip.compress(file.read_bytes()))
+        file.unlink()
     (path,) = local_tasks(data, ["truthfulqa_mc2"], tmp_path / "made", [])["truthfulqa_mc2"]
     rows = (Path(path).parent / "truthfulqa_mc2-validation.jsonl").read_text().splitlines()
     first, second = map(json.loads, rows)
@@ -165,6 +172,9 @@ def test_wrong_files_are_named(data, tmp_path):
     (data / "short" / "mmlu_dev.jsonl").write_text(json.dumps(MMLU[0]) + "\n")
     with pytest.raises(DataError, match=r"subjects without examples in mmlu_dev.jsonl, or unknown: virology"):
         local_tasks(data, ["mmlu"], tmp_path / "made", [])
+    (data / "short" / "TruthfulQA.csv").write_bytes(b"Question\n\xff\n")
+    with pytest.raises(DataError, match=r"TruthfulQA.csv: cannot be read"):
+        local_tasks(data, ["truthfulqa_mc2"], tmp_path / "made", [])
     (data / "short" / "TruthfulQA.csv").write_text("Question,Answer\nWhy?,So\n")
-    with pytest.raises(DataError, match=r"TruthfulQA.csv, line 2: not as TruthfulQA.csv is published"):
+    with pytest.raises(DataError, match=r"TruthfulQA.csv, row 2: not as TruthfulQA.csv is published"):
         local_tasks(data, ["truthfulqa_mc2"], tmp_path / "made", [])

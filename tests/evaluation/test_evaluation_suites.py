@@ -408,8 +408,6 @@ def test_missing_data_says_where_it_comes_from(tmp_path):
                 suite.find_files(data, tasks)
             assert place in caught.value.hint
     assert infinitebench.find_files(None, ["kv_retrieval"]) == {}
-    with pytest.raises(DataError, match="no such folder"):
-        longbench.find_files(tmp_path / "nowhere", ["trec"])
 
 
 @pytest.mark.parametrize(
@@ -418,7 +416,7 @@ def test_missing_data_says_where_it_comes_from(tmp_path):
         (b"[1]", "a JSON list, an object expected"),
         (b'{"a": 1}', "no field 'b', only a"),
         (b'{"a": 1, "b": 2}', "field 'b' holds a int"),
-        (b'{"a": 1, "b": "\xff"}', "not valid JSON"),
+        (b'{"a": 1,', "not valid JSON"),
     ],
 )
 def test_a_corrupt_line_is_named(line, message, tmp_path):
@@ -455,3 +453,19 @@ def test_the_middle_is_cut_and_the_ends_stay(tokenizer):
     assert cut.endswith("END")
     assert 45 <= len(encode(tokenizer, cut)) <= 50
     assert truncate_middle(tokenizer, "short", 50) == "short"
+    for most in (-24, 0, 1):
+        with pytest.raises(DataError, match=rf"^{max(most, 0)} tokens have no room for a prompt of"):
+            truncate_middle(tokenizer, text, most)
+
+
+def test_perplexity_needs_two_tokens(tokenizer):
+    with pytest.raises(DataError, match="at least 2 tokens"):
+        book_perplexity.documents(setup_of(tokenizer, lengths=(256, 1)))
+
+
+def test_a_file_without_rows_is_named(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"\n")
+    with pytest.raises(DataError, match=r"rows.jsonl: no rows") as caught:
+        list(read_rows(path, {}, source="the moon"))
+    assert caught.value.hint == "the moon"

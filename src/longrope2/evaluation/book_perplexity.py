@@ -3,6 +3,7 @@
 import numpy as np
 
 from longrope2.books import long_enough, read_books
+from longrope2.errors import DataError
 from longrope2.evaluation.backend import Span
 from longrope2.evaluation.engine import Engine
 from longrope2.evaluation.results import Measured, Outcome, perplexity
@@ -18,6 +19,8 @@ DOCUMENTS = 10
 def documents(setup: Setup) -> list[list[int]]:
     """The first tokens of so many books, in seeded order, as many as the longest length."""
     length, wanted = setup.lengths[0], setup.samples or DOCUMENTS
+    if setup.lengths[-1] < 2:
+        raise DataError("perplexity needs at least 2 tokens: the first is only read", hint="ask for a greater length")
     books = list(read_books(setup.books, held_out=True if setup.books is None else None))
     order = np.random.default_rng(setup.seed).permutation(len(books))
     found: list[list[int]] = []

@@ -63,8 +63,9 @@ def retention(by_name: Mapping[str, Sequence[Score]], base: str | None) -> dict[
     found = {}
     for name, scores in by_name.items():
         common = {task: score for task, score in _short(scores).items() if task in originals}
-        if common:
-            found[name] = 100 * sum(common.values()) / sum(originals[task] for task in common)
+        whole = sum(originals[task] for task in common)
+        if whole:  # of a model that has nothing right, nothing can be kept
+            found[name] = 100 * sum(common.values()) / whole
     return found
 
 

@@ -70,6 +70,8 @@ class EvaluationConfig:
             problems.append(f"no suite is named; there are {', '.join(SUITES)}")
         if self.seed < 0:
             problems.append(f"seed must be at least 0, got {self.seed}")
+        if self.data_path is not None and not self.data_path.is_dir():
+            problems.append(f"{self.data}: no such folder")
         if problems:
             raise LongRopeError(all_problems("evaluation", problems))
         chosen("suite", self.suites, SUITES)

@@ -1,14 +1,13 @@
 """What an evaluation is made of: a prompt, its right answers, and how an answer is scored."""
 
-import gzip
 import hashlib
 import json
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from longrope2.books import read_jsonl
 from longrope2.errors import DataError
 
 Fields = Mapping[str, type | tuple[type, ...]]
@@ -75,6 +74,10 @@ def truncate_middle(tokenizer: Any, prompt: str, most: int) -> str:
     ids = encode(tokenizer, prompt)
     half = most // 2
     while len(ids) > most:
+        if half < 1:
+            raise DataError(
+                f"{max(most, 0)} tokens have no room for a prompt of {len(ids):,}", hint="ask for a greater length"
+            )
         ends = (ids[:half], ids[-half:])
         shortened = "".join(tokenizer.decode(part, skip_special_tokens=True) for part in ends)
         count = len(encode(tokenizer, shortened))
@@ -106,26 +109,14 @@ def read_rows(path: Path, fields: Fields, *, source: str) -> Iterator[dict[str, 
     """The objects of a .jsonl or .jsonl.gz file; an error names the line and what is wrong with it."""
     if not path.is_file():
         raise DataError(f"{path}: no such file", hint=source)
-    opener: Any = gzip.open if path.suffix == ".gz" else open
-    try:
-        with opener(path, "rb") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield _row(line, f"{path}, line {number}", fields, source)
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: cannot be read ({error})", hint=source) from error
-
-
-def _row(line: bytes, where: str, fields: Fields, source: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not valid JSON ({error})", hint=source) from error
-    if not isinstance(row, dict):
-        raise DataError(f"{where}: a JSON {type(row).__name__}, an object expected", hint=source)
-    for name, kind in fields.items():
-        if name not in row:
-            raise DataError(f"{where}: no field '{name}', only {', '.join(row) or 'none at all'}", hint=source)
-        if not isinstance(row[name], kind):
-            raise DataError(f"{where}: field '{name}' holds a {type(row[name]).__name__}", hint=source)
-    return row
+    empty = True
+    for where, row in read_jsonl(path, hint=source):
+        empty = False
+        for name, kind in fields.items():
+            if name not in row:
+                raise DataError(f"{where}: no field '{name}', only {', '.join(row) or 'none at all'}", hint=source)
+            if not isinstance(row[name], kind):
+                raise DataError(f"{where}: field '{name}' holds a {type(row[name]).__name__}", hint=source)
+        yield row
+    if empty:
+        raise DataError(f"{path}: no rows", hint=source)

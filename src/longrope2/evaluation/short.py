@@ -1,7 +1,8 @@
 """Short tasks through lm-evaluation-harness: its prompts and metrics, our model, batches and journal."""
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ def run(setup: Setup, engine: Engine) -> Outcome:
 
     notes: list[str] = []
     measured: list[Measured] = []
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, _without_bars():
         local = local_tasks(setup.data, setup.tasks, Path(folder), notes) if setup.data else {}
         others = [task for task in setup.tasks if task not in local]
         if local and not setup.named:
@@ -55,14 +56,31 @@ def run(setup: Setup, engine: Engine) -> Outcome:
             # The harness leaves whatever the hub and its data files raise as it is; too few examples fail an assertion.
             except (OSError, ConnectionError, ValueError, AssertionError) as error:
                 reason = (str(error).splitlines() or [""])[0]
-                raise LongRopeError(
-                    f"short task {task} cannot be run ({type(error).__name__}: {reason})",
-                    hint="without a connection, put its file into --data DIR: see docs/evaluation.md",
-                ) from error
+                hint = "check its files in --data"
+                if task not in local:
+                    hint = "without a connection, put its file into --data DIR: see docs/evaluation.md"
+                message = f"short task {task} cannot be run ({type(error).__name__}: {reason})"
+                raise LongRopeError(message, hint=hint) from error
             measured.append(_measure(task, results["samples"]))
     for note in notes:
         setup.note(note)
     return Outcome(measured=with_averages(measured), notes=notes)
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """The harness and its data library draw bars for every step of every task; ours says how far the whole is."""
+    bar = require("tqdm", extra="eval", purpose="suite short").tqdm
+    before = bar.__init__
+
+    def disabled(self: Any, *arguments: Any, **options: Any) -> None:
+        before(self, *arguments, **(options | {"disable": True}))
+
+    bar.__init__ = disabled
+    try:
+        yield
+    finally:
+        bar.__init__ = before
 
 
 def _prepare(task: Any, examples: int | None, seed: int) -> None:

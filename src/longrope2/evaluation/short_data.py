@@ -5,7 +5,9 @@ task expects it, and a description that includes the harness's own points there.
 """
 
 import csv
+import gzip
 import json
+import zlib
 from collections.abc import Callable, Iterable
 from itertools import groupby
 from pathlib import Path
@@ -111,27 +113,38 @@ def _truthfulqa(source: Path, folder: Path, notes: list[str]) -> list[Path]:
     if path is None:
         return []
     rows = []
-    with path.open(encoding="utf-8", newline="") as file:
-        for number, row in enumerate(csv.DictReader(file), 2):
-            try:
-                right, wrong = (_answers(row[name]) for name in ("Correct Answers", "Incorrect Answers"))
-                best = row["Best Answer"].strip()
-                question = row["Question"].strip()
-            except (KeyError, AttributeError) as error:
-                raise DataError(f"{path}, line {number}: not as TruthfulQA.csv is published ({error})") from error
-            rows.append(
-                {
-                    "question": question,
-                    "mc1_targets": {"choices": [best, *wrong], "labels": [1] + [0] * len(wrong)},
-                    "mc2_targets": {"choices": right + wrong, "labels": [1] * len(right) + [0] * len(wrong)},
-                }
-            )
-    notes.append("truthfulqa_mc2: choices are made from TruthfulQA.csv as its authors do; the hub's list is shorter")
+    for number, row in enumerate(_csv_rows(path), 2):
+        try:
+            right, wrong = (_answers(row[name]) for name in ("Correct Answers", "Incorrect Answers"))
+            best = row["Best Answer"].strip()
+            question = row["Question"].strip()
+        except (KeyError, AttributeError) as error:
+            raise DataError(f"{path}, row {number}: not as TruthfulQA.csv is published ({error})") from error
+        # The harness takes the choices up to the first wrong one for the right ones.
+        wrong = [answer for answer in wrong if answer not in right]
+        rows.append(
+            {
+                "question": question,
+                "mc1_targets": {"choices": [best, *wrong], "labels": [1] + [0] * len(wrong)},
+                "mc2_targets": {"choices": right + wrong, "labels": [1] * len(right) + [0] * len(wrong)},
+            }
+        )
+    notes.append("truthfulqa_mc2: choices are made from TruthfulQA.csv, each answer once")
     return [_describe(folder, "truthfulqa_mc2", {"validation": rows})]
 
 
+def _csv_rows(path: Path) -> list[dict[str, str]]:
+    opener: Any = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opener(path, "rt", encoding="utf-8-sig", newline="") as file:
+            return list(csv.DictReader(file))
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{path}: cannot be read ({error})", hint="check that the file is whole") from error
+
+
 def _answers(text: str) -> list[str]:
-    return [answer.strip() for answer in text.split(";") if answer.strip()]
+    """The answers of a cell, each once: a few questions list one twice."""
+    return list(dict.fromkeys(answer.strip() for answer in text.split(";") if answer.strip()))
 
 
 MAKERS: dict[str, Callable[[Path, Path, list[str]], list[Path]]] = {

@@ -40,8 +40,6 @@ def data_folder(data: Path | None, suite: str, source: str) -> Path:
     """Where the files of a suite lie: its own folder in --data, or that folder itself."""
     if data is None:
         raise DataError(f"suite {suite} needs its data files", hint=source)
-    if not data.is_dir():
-        raise DataError(f"{data}: no such folder", hint="check --data")
     own = data / suite
     return own if own.is_dir() else data
 
