@@ -4,16 +4,20 @@ llama.cpp stores the rows of W_q and W_k so that both halves of a rotated pair l
 keeps them half a head apart. Reading undoes that permutation and dequantises to float32.
 """
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longrope2.errors import ModelError, require
+from longrope2.factors import RescaleFactors
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
 ARCHITECTURE = "llama"
+FACTORS_KEY = "longrope2.factors"
+"""Where our own exports keep their factors in full: the file's tensors are float32, with one attention factor."""
 
 # How each of llama.cpp's pre-tokenisers splits text, where it differs from GPT-2's own rule.
 LLAMA3_SPLIT = (
@@ -93,6 +97,7 @@ class GGUFModel:
                 "short_factor": self._list("rope_factors_short.weight"),
                 "original_max_position_embeddings": original,
                 "attention_factor": self.value("rope.scaling.attn_factor", 1.0),
+                **self._own_parameters(),
             }
         elif "rope_freqs.weight" in self._tensors:
             # LLaMA 3.1 keeps its divisors as a tensor; as longrope with two equal lists they act the same.
@@ -109,6 +114,20 @@ class GGUFModel:
             if original:
                 parameters["original_max_position_embeddings"] = original
         return parameters
+
+    def _own_parameters(self) -> dict[str, Any]:
+        """What our own exports say more exactly than their tensors can."""
+        text = self.value(FACTORS_KEY)
+        if text is None:
+            return {}
+        factors = RescaleFactors.from_json(json.loads(text), source=self.path.name)
+        return {
+            "long_factor": list(factors.long),
+            "short_factor": list(factors.short),
+            "attention_factor": factors.long_attention_factor,
+            "long_mscale": factors.long_attention_factor,
+            "short_mscale": factors.short_attention_factor,
+        }
 
     def model(self, *, dtype: "torch.dtype") -> Any:
         """A LlamaForCausalLM with the dequantised weights."""

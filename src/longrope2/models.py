@@ -184,7 +184,7 @@ def _load_weights(info: ModelInfo, dtype: "torch.dtype", tensor_parallel: int) -
 
         if dist.get_world_size() != tensor_parallel:
             raise ModelError(
-                f"transformers spreads a model over all of {dist.get_world_size()} processes, not over {tensor_parallel}",
+                f"transformers spreads a model over all {dist.get_world_size()} processes, not over {tensor_parallel}",
                 hint=f"start with --nproc-per-node {tensor_parallel}",
             )
         placement = {"distributed_config": DistributedConfig(tp_size=tensor_parallel)}

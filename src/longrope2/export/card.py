@@ -1,0 +1,132 @@
+"""The model card of an export: what was done, with which factors, and how each engine runs it."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from longrope2 import __version__
+from longrope2.errors import LongRopeError
+from longrope2.export.config import profile_of
+from longrope2.export.engines import Format, guidance
+from longrope2.factors import RescaleFactors
+
+PROMISES = {
+    "dual": "`dual`: the original RoPE up to {original} tokens and the rescaled one beyond, where an engine can",
+    "static-long": "`static-long`: the rescaled RoPE in every sequence, the same in every engine",
+}
+
+
+def card(
+    model: str,
+    factors: RescaleFactors,
+    *,
+    family: str,
+    where: str,
+    format: Format,
+    dtype: str,
+    folded: float,
+    source_card: str | None = None,
+    results: Any = None,
+) -> str:
+    """README.md of an export. `folded` is what queries were multiplied by; `where` names it in command lines."""
+    original, target = f"{factors.original_length:,}", f"{factors.target_length:,}"
+    parts = [
+        "---",
+        *_kept_metadata(source_card),
+        "library_name: transformers" if format == "huggingface" else "library_name: gguf",
+        "tags: [longrope2, long-context]",
+        "---",
+        f"# {Path(where).stem if format == 'gguf' else Path(where).name}",
+        "",
+        f"{model} with its context window extended from {original} to {target} tokens by rescaled RoPE "
+        f"(method `{factors.method}`), exported by longrope2 {__version__}.",
+        "",
+        f"- Profile {PROMISES[profile_of(factors)].format(original=original)}.",
+        f"- Weights: {dtype}" + (f"; queries multiplied by {folded:.6g} (--fold-temperature)." if folded != 1 else "."),
+        f"- Attention factor: {factors.short_attention_factor:.6g} for short sequences, "
+        f"{factors.long_attention_factor:.6g} for long ones.",
+        f"- Base of RoPE {factors.theta:,.0f}, rotary dimension {factors.rotary_dim}"
+        + (f", critical dimension {factors.critical_dimension}." if factors.critical_dimension is not None else "."),
+        "",
+        "## Serving",
+        "",
+        "| engine | command | what it does |",
+        "|---|---|---|",
+        *(f"| {name} | `{command}` | {text} |" for name, command, text in guidance(factors, family, where, format)),
+        "",
+        f"Check it on your machine: `longrope2 verify {where}`.",
+        "",
+        "## Results",
+        "",
+        *(_results_table(results) if results else ["None were given with the export."]),
+        "",
+        "## Factors",
+        "",
+        "| dimension | short | long |",
+        "|---|---|---|",
+        *(
+            f"| {i} | {short:.6g} | {long:.6g} |"
+            for i, (short, long) in enumerate(zip(factors.short, factors.long, strict=True))
+        ),
+        "",
+    ]
+    return "\n".join(parts)
+
+
+def read_results(path: Path) -> Any:
+    """The content of a results file: any JSON object."""
+    try:
+        results = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise LongRopeError(f"{path}: not a readable JSON file ({error})") from error
+    if not isinstance(results, dict) or not results:
+        raise LongRopeError(f"{path}: expected a JSON object with results")
+    return results
+
+
+def _kept_metadata(source_card: str | None) -> list[str]:
+    """The licence of the source model, which an extension does not change."""
+    found = re.match(r"---\n(.*?)\n---\n", source_card or "", flags=re.S)
+    return re.findall(r"^license(?:_name|_link)?:.*$", found[1], flags=re.M) if found else []
+
+
+def _results_table(results: Mapping[str, Any]) -> list[str]:
+    """Of `longrope2 evaluate`, its scores; of any other file, every value in it."""
+    scores = results.get("scores")
+    if isinstance(scores, list) and all(isinstance(score, dict) and "suite" in score for score in scores):
+        return [
+            "| suite | task | length | score | 95% interval | samples |",
+            "|---|---|---|---|---|---|",
+            *(_score_row(score) for score in scores),
+        ]
+    return ["| what | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in _leaves(results, ()))]
+
+
+def _score_row(score: Mapping[str, Any]) -> str:
+    value, low, high = (_number(score.get(name)) for name in ("score", "low", "high"))
+    length = score.get("length")
+    cells = [
+        str(score["suite"]),
+        f"{score.get('task')} ({score.get('metric')})",
+        "-" if length is None else f"{length:,}",
+        value,
+        f"{low} to {high}",
+        str(score.get("samples")),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, int | float) else "-"
+
+
+def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict | list):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, inner in items:
+            yield from _leaves(inner, (*path, str(key)))
+    elif value is not None:
+        text = _number(value) if isinstance(value, float) else str(value)
+        yield " · ".join(path), text.replace("|", "\\|").replace("\n", " ")

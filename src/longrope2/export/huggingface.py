@@ -1,0 +1,107 @@
+"""A plain transformers folder: config for every engine, sharded safetensors, tokenizer, factors, card."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longrope2.console import ProgressLine
+from longrope2.export.config import serving_config
+from longrope2.export.output import atomic_folder, check_room
+from longrope2.export.weights import SourceModel, Stored, cast
+from longrope2.factors import RescaleFactors
+from longrope2.files import write_json, write_text
+
+FACTORS_FILE = "factors.json"
+"""The truth that `verify` holds an exported folder to."""
+SHARD_BYTES = 4 << 30
+COMPANIONS = (
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "LICENSE",
+    "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt",
+)  # fmt: skip
+
+Change = Callable[[str, Tensor], Tensor]
+
+
+def write_folder(
+    source: SourceModel,
+    factors: RescaleFactors,
+    output: Path,
+    *,
+    dtype: torch.dtype,
+    change: Change,
+    card: str,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write the export; `change` is applied to every tensor on its way."""
+    shards = _shards(source, dtype, shard_bytes)
+    check_room(output, sum(_size(tensor, dtype) for tensor in source.tensors.values()))
+    with atomic_folder(output) as folder:
+        write_json(
+            folder / "config.json", serving_config(source.config, factors, dtype=str(dtype).removeprefix("torch."))
+        )
+        factors.save(folder / FACTORS_FILE)
+        _write_tokenizer(source, folder, factors)
+        _write_shards(source, folder, shards, dtype, change)
+        write_text(folder / "README.md", card)
+
+
+def _size(tensor: Stored, dtype: torch.dtype) -> int:
+    return tensor.num_values * dtype.itemsize
+
+
+def _shards(source: SourceModel, dtype: torch.dtype, shard_bytes: int) -> list[list[str]]:
+    """Names of tensors, in order, in groups of at most so many bytes."""
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, tensor in source.tensors.items():
+        if shards[-1] and size + _size(tensor, dtype) > shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += _size(tensor, dtype)
+    return shards
+
+
+def _write_shards(
+    source: SourceModel, folder: Path, shards: list[list[str]], dtype: torch.dtype, change: Change
+) -> None:
+    from safetensors.torch import save_file
+
+    progress = ProgressLine(len(source.tensors), "tensors")
+    places: dict[str, str] = {}
+    for number, names in enumerate(shards, start=1):
+        file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        content = {}
+        for name in names:
+            content[name] = cast(name, change(name, source.tensors[name].read()), dtype).contiguous()
+            places[name] = file
+            progress.update(len(places))
+        save_file(content, folder / file, metadata={"format": "pt"})
+    if len(shards) > 1:
+        total = sum(_size(tensor, dtype) for tensor in source.tensors.values())
+        write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": places})
+
+
+def _write_tokenizer(source: SourceModel, folder: Path, factors: RescaleFactors) -> None:
+    """The model's own files, word for word, where it has any: no version of transformers between."""
+    if source.folder is None:
+        source.tokenizer().save_pretrained(folder)
+    else:
+        for name in COMPANIONS:
+            if (source.folder / name).is_file():
+                shutil.copyfile(source.folder / name, folder / name)
+    file = folder / "tokenizer_config.json"
+    if not file.is_file():
+        return
+    config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    if config.get("tokenizer_class") == "TokenizersBackend":
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"  # the name that transformers 4 knows, too
+    if isinstance(config.get("model_max_length"), int) and config["model_max_length"] < factors.target_length:
+        config["model_max_length"] = factors.target_length
+    write_json(file, config)

@@ -1,0 +1,66 @@
+"""Where an export goes: never over something by accident, never half, never without room."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from longrope2.errors import LongRopeError
+
+MARGIN = 64 << 20
+"""Bytes for tokenizer, config and the file system's own needs."""
+
+
+def check_output(output: Path, *, source: str, force: bool, is_folder: bool) -> None:
+    """Raise unless `output` may be written: it is free, or an earlier model and `force` is given."""
+    if output.exists() and Path(source).exists() and output.resolve() == Path(source).resolve():
+        raise LongRopeError(f"{output} is the model itself", hint="write the export to another place")
+    if not output.exists() or (is_folder and output.is_dir() and not any(output.iterdir())):
+        return
+    if is_folder != output.is_dir():
+        raise LongRopeError(f"{output} is a {'file' if is_folder else 'folder'}", hint="name another place with -o")
+    if is_folder and not (output / "config.json").is_file():
+        raise LongRopeError(
+            f"{output} holds something that is not a model, and is never replaced", hint="name another place with -o"
+        )
+    if not force:
+        raise LongRopeError(f"{output} exists already", hint="--force replaces it")
+
+
+def check_room(output: Path, needed: int) -> None:
+    """Raise unless the disk has room for this many bytes."""
+    place = next(parent for parent in output.absolute().parents if parent.exists())
+    free = shutil.disk_usage(place).free
+    if free < needed + MARGIN:
+        raise LongRopeError(
+            f"{output}: the export needs {needed / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB are free there",
+            hint="make room, name another disk with -o, or write a smaller --dtype",
+        )
+
+
+@contextmanager
+def atomic_folder(output: Path) -> Iterator[Path]:
+    """Yield a temporary folder beside `output`; it takes the final name, and the old one goes, only on success."""
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(dir=output.parent, prefix=f".{output.name}."))
+    except OSError as error:
+        raise LongRopeError(f"{output}: cannot be written ({error.strerror})") from error
+    try:
+        umask = os.umask(0)
+        os.umask(umask)
+        temporary.chmod(0o777 & ~umask)
+        yield temporary
+        for file in temporary.iterdir():
+            file.chmod(0o666 & ~umask)  # as any new file of the user; some writers make private ones
+            with file.open("rb") as written:
+                os.fsync(written.fileno())
+        replaced = temporary.with_name(temporary.name + ".replaced")
+        if output.exists():
+            output.rename(replaced)
+        temporary.rename(output)
+        shutil.rmtree(replaced, ignore_errors=True)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -1,0 +1,172 @@
+"""Ask one engine for log-probabilities: python probe.py ENGINE JOB.json ANSWERS.json.
+
+A job names a model, the window to start the engine with, and prompts as token ids with the number of tokens to
+generate greedily after each. An answer holds those tokens and, for the last of them, the engine's most probable
+choices. Runs in any environment that has the engine, in float32 on whatever device there is.
+"""
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+TOP = 64
+
+
+def main(engine: str, job_file: str, answers_file: str) -> None:
+    """Answer the questions of a job."""
+    job = json.loads(Path(job_file).read_text())
+    Path(answers_file).write_text(json.dumps(ENGINES[engine](job)))
+
+
+def ask_transformers(job: dict[str, Any]) -> dict[str, Any]:
+    """Plain `generate`, one prompt at a time."""
+    import torch
+    import transformers
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(job["path"], dtype=torch.float32)
+    model.to(device).eval()
+    answers = []
+    for prompt, count in zip(job["prompts"], job["new_tokens"], strict=True):
+        tokens = torch.tensor([prompt], device=device)
+        output = model.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_new_tokens=count,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        top = output.logits[-1][0].float().log_softmax(-1).topk(min(TOP, output.logits[-1].shape[-1]))
+        choices = dict(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+        answers.append({"tokens": output.sequences[0, len(prompt) :].tolist(), "logprobs": choices})
+    return {"version": f"transformers {transformers.__version__}", "answers": answers}
+
+
+def ask_vllm(job: dict[str, Any]) -> dict[str, Any]:
+    """The engine as `vllm serve` starts it, with max_model_len as given."""
+    import vllm
+
+    engine = vllm.LLM(
+        model=job["path"],
+        dtype="float32",
+        max_model_len=job["capacity"],
+        max_num_seqs=1,
+        kv_cache_memory_bytes=job["cache_bytes"],
+        max_logprobs=TOP,
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        skip_tokenizer_init=True,
+    )
+    answers = []
+    for prompt, count in zip(job["prompts"], job["new_tokens"], strict=True):
+        options = vllm.SamplingParams(
+            temperature=0.0, max_tokens=count, logprobs=TOP, ignore_eos=True, detokenize=False
+        )
+        output = engine.generate({"prompt_token_ids": prompt}, options)[0].outputs[0]
+        choices = {token: choice.logprob for token, choice in output.logprobs[-1].items()}
+        answers.append({"tokens": list(output.token_ids), "logprobs": choices})
+    return {"version": f"vllm {vllm.__version__}", "answers": answers}
+
+
+def ask_mlx(job: dict[str, Any]) -> dict[str, Any]:
+    """The model class of mlx-lm, called on the whole sequence for every new token."""
+    import mlx.core as mx
+    import mlx_lm
+    from mlx_lm.utils import load_model
+
+    model, _ = load_model(Path(job["path"]))
+    model.set_dtype(mx.float32)
+    answers = []
+    for prompt, count in zip(job["prompts"], job["new_tokens"], strict=True):
+        tokens: list[int] = []
+        for _ in range(count):
+            logits = model(mx.array([prompt + tokens]))[0, -1].astype(mx.float32).tolist()
+            choices = _log_softmax(logits)
+            tokens.append(max(choices, key=lambda token: choices[token]))
+        answers.append({"tokens": tokens, "logprobs": choices})
+    return {"version": f"mlx-lm {mlx_lm.__version__}", "answers": answers}
+
+
+def ask_llama_cpp(job: dict[str, Any]) -> dict[str, Any]:
+    """llama.cpp by way of xllamacpp, or of llama-cpp-python; one token each, since it never switches by itself."""
+    try:
+        import xllamacpp  # noqa: F401
+    except ModuleNotFoundError:
+        return _ask_llama_cpp_python(job)
+    return _ask_xllamacpp(job)
+
+
+def _ask_xllamacpp(job: dict[str, Any]) -> dict[str, Any]:
+    import xllamacpp
+
+    options = xllamacpp.CommonParams()
+    options.model.path = job["path"]
+    options.n_ctx = options.n_batch = job["capacity"]
+    options.n_parallel = 1
+    options.cpuparams.n_threads = options.cpuparams_batch.n_threads = job["threads"]
+    options.warmup = options.fit_params = options.ctx_shift = False
+    options.cache_ram_mib = 0
+    options.cache_type_k = options.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+    options.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    options.yarn_attn_factor = job["temperature_ratio"]
+    server = xllamacpp.Server(options)
+    answers = []
+    for prompt in job["prompts"]:
+        request = {
+            "prompt": prompt,
+            "n_predict": 1,
+            "n_probs": TOP,
+            # A token that is half a letter would be kept back, with its probabilities; these are read before biases.
+            "logit_bias": [["a", 1000.0]],
+            "cache_prompt": False,
+        }
+        reply = server.handle_completions(request)
+        if "choices" not in reply:
+            raise RuntimeError(str(reply))
+        step = reply["choices"][0]["logprobs"]["content"][0]
+        choices = {choice["id"]: choice["logprob"] for choice in step["top_logprobs"]}
+        answers.append({"tokens": [step["id"]], "logprobs": choices})
+    return {"version": f"llama.cpp (xllamacpp {xllamacpp.__version__})", "answers": answers}
+
+
+def _ask_llama_cpp_python(job: dict[str, Any]) -> dict[str, Any]:
+    import llama_cpp
+
+    model = llama_cpp.Llama(
+        job["path"],
+        n_ctx=job["capacity"],
+        n_batch=job["capacity"],
+        n_threads=job["threads"],
+        n_threads_batch=job["threads"],
+        type_k=llama_cpp.GGML_TYPE_F32,
+        type_v=llama_cpp.GGML_TYPE_F32,
+        yarn_attn_factor=job["temperature_ratio"],
+        verbose=False,
+    )
+    answers = []
+    for prompt in job["prompts"]:
+        model.reset()
+        model.eval(prompt)
+        logits = llama_cpp.llama_get_logits_ith(model.ctx, -1)
+        choices = _log_softmax([logits[i] for i in range(model.n_vocab())])
+        answers.append({"tokens": [max(choices, key=lambda token: choices[token])], "logprobs": choices})
+    return {"version": f"llama.cpp (llama-cpp-python {llama_cpp.__version__})", "answers": answers}
+
+
+def _log_softmax(logits: list[float]) -> dict[int, float]:
+    """The most probable tokens with their log-probabilities."""
+    highest = max(logits)
+    total = highest + math.log(sum(math.exp(value - highest) for value in logits))
+    best = sorted(range(len(logits)), key=lambda token: -logits[token])[:TOP]
+    return {token: logits[token] - total for token in best}
+
+
+ENGINES = {"transformers": ask_transformers, "vllm": ask_vllm, "mlx": ask_mlx, "llama.cpp": ask_llama_cpp}
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

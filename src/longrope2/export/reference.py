@@ -1,0 +1,135 @@
+"""What an export should answer: its own weights under our own RoPE, uncached, one sequence at a time."""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longrope2.errors import ModelError
+from longrope2.export.config import forced_temperature, is_export, serving_config
+from longrope2.export.gguf import GGUFExport
+from longrope2.export.huggingface import FACTORS_FILE
+from longrope2.factors import RescaleFactors
+from longrope2.families import accept_mscales
+from longrope2.generation.saved import read_factors
+from longrope2.rotary import rescaled
+
+SAME = 1e-3
+"""Log-probabilities this near each other are those of the same computation."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an engine said of the token after others."""
+
+    tokens: Sequence[int]
+    long: bool
+    """The side it should have been on."""
+    logprobs: Mapping[int, float]
+
+
+class Reference:
+    """An exported model through our own eyes; its weights are loaded when they are first needed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.written: dict[str, Any] | None = None
+        """A folder's config.json, as it is."""
+        self.expected: dict[str, Any] | None = None
+        """What an export would have written there; None for folders made by other means."""
+        self.is_rounded = False
+        """Whether engines compute in less than float32; folders are always run in that."""
+        self.config: Any
+        """The transformers config of the model."""
+        accept_mscales()
+        if not path.exists():
+            raise ModelError(f"{path}: no such file or folder", hint="give an exported folder or a .gguf file")
+        if path.suffix == ".gguf":
+            self._file = GGUFExport(path)
+            self.config, self.factors, self.is_rounded = self._file.config, self._file.factors, self._file.is_rounded
+        else:
+            self._read_folder()
+
+    def _read_folder(self) -> None:
+        from transformers import CONFIG_MAPPING
+
+        file, own = self.path / "config.json", self.path / FACTORS_FILE
+        try:
+            written = self.written = json.loads(file.read_text(encoding="utf-8"))
+            live = CONFIG_MAPPING[written["model_type"]]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ModelError(
+                f"{file}: not the config of a model ({type(error).__name__}: {error})",
+                hint="give an exported folder or a .gguf file",
+            ) from error
+        self.factors = RescaleFactors.load(own) if own.is_file() else read_factors(live.from_dict(dict(written)))
+        if is_export(self.factors):
+            self.expected = serving_config(written, self.factors, dtype="float32")
+        self.config = live.from_dict(dict(self.expected or written))
+
+    @cached_property
+    def model(self) -> Any:
+        """The model in float32, on a GPU where there is one."""
+        model = self._file.model() if self.path.suffix == ".gguf" else self._load_folder()
+        return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+
+    def _load_folder(self) -> Any:
+        from safetensors import SafetensorError
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+
+        if not sys.stderr.isatty():
+            logging.disable_progress_bar()  # a bar in a log file is noise
+        options = {"use_safetensors": True, "local_files_only": True, "trust_remote_code": False}
+        try:
+            return AutoModelForCausalLM.from_pretrained(self.path, config=self.config, dtype=torch.float32, **options)
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            raise ModelError(f"{self.path}: its weights cannot be loaded ({error})") from error
+
+    def logprobs(self, tokens: Sequence[int], *, long: bool, factors: RescaleFactors | None = None) -> torch.Tensor:
+        """Of the token after `tokens`, on one side of the switch; `factors` may be others than the model's."""
+        ids = torch.tensor([list(tokens)], device=self.model.device)
+        with rescaled(self.model, factors or self.factors, long_rows=long, check=False), torch.no_grad():
+            logits = self.model(input_ids=ids, use_cache=False, logits_to_keep=1).logits[0, -1]
+        return logits.float().log_softmax(-1).cpu()
+
+    def error(self, answers: Sequence[Answer]) -> float:
+        """The largest difference over the choices that an engine named."""
+        return max(_distance(self.logprobs(answer.tokens, long=answer.long), answer) for answer in answers)
+
+    def errors_of_faults(self, answers: Sequence[Answer]) -> dict[str, float]:
+        """The same if something else should have been run, for everything that would make a difference."""
+        errors = {}
+        rights = [self.logprobs(answer.tokens, long=answer.long) for answer in answers]
+        for name, long, factors in self._faults():
+            others = [self.logprobs(answer.tokens, long=long, factors=factors) for answer in answers]
+            if any(float((other - right).abs().max()) > SAME for other, right in zip(others, rights, strict=True)):
+                errors[name] = max(_distance(other, answer) for other, answer in zip(others, answers, strict=True))
+        return errors
+
+    def _faults(self) -> list[tuple[str, bool, RescaleFactors]]:
+        """Ways in which engines have run such models; one of them is right."""
+        ones = [1.0] * len(self.factors.short)
+        plain = RescaleFactors.from_json({**self.factors.to_json(), "short": ones})
+        sides = [("long factors", True, self.factors), ("short factors", False, self.factors)]
+        temperatures = sorted({1.0, self.factors.long_attention_factor, forced_temperature(self.factors)})
+        return [
+            (f"{name} at an attention factor of {temperature:.4f}", long, _at_temperature(factors, temperature))
+            for name, long, factors in [*sides, ("plain RoPE", False, plain)]
+            for temperature in temperatures
+        ]
+
+
+def _distance(expected: torch.Tensor, answer: Answer) -> float:
+    named, values = list(answer.logprobs.keys()), torch.tensor(list(answer.logprobs.values()))
+    return float((expected[named] - values).abs().max())
+
+
+def _at_temperature(factors: RescaleFactors, temperature: float) -> RescaleFactors:
+    both = {"short_attention_factor": temperature, "long_attention_factor": temperature}
+    return RescaleFactors.from_json({**factors.to_json(), **both})

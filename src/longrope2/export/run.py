@@ -1,0 +1,151 @@
+"""`longrope2 export`: a model and its factors become what an engine serves."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from longrope2.console import say, warn
+from longrope2.errors import LongRopeError
+from longrope2.export.card import card, read_results
+from longrope2.export.config import Profile, profiled, with_forced_temperature, with_provenance
+from longrope2.export.engines import ENGINES, Format
+from longrope2.export.fold import QueryScale
+from longrope2.export.gguf import check_architecture, write_file
+from longrope2.export.huggingface import FACTORS_FILE, write_folder
+from longrope2.export.output import check_output
+from longrope2.export.weights import SourceModel
+from longrope2.factors import RescaleFactors
+from longrope2.files import package_versions, write_text
+from longrope2.generation.saved import read_factors
+from longrope2.models import describe
+
+PRECISIONS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def export(
+    model: str,
+    output: Path,
+    *,
+    factors: RescaleFactors | str | Path | None = None,
+    profile: Profile = "dual",
+    format: Format = "huggingface",
+    dtype: str | None = None,
+    fold_temperature: bool = False,
+    results: Path | None = None,
+    extend_again: bool = False,
+    force: bool = False,
+) -> None:
+    """Write `model` with `factors`, or those it carries, for the engines of a format; see docs/serving.md."""
+    source = SourceModel(describe(model))
+    known_results = read_results(results) if results else None
+    _check_outputs(output, source, format=format, force=force)
+    chosen = profiled(_factors(source, factors, extend_again=extend_again), profile)
+    exported = with_forced_temperature(chosen) if fold_temperature else chosen
+    source.refuse_parts()
+    if format == "gguf":
+        check_architecture(source, exported)
+    elif dtype is not None and dtype not in PRECISIONS:
+        raise LongRopeError(f"--dtype {dtype} is a format of GGUF", hint="say --format gguf, or --dtype bfloat16")
+
+    folded = (chosen.long_attention_factor / exported.long_attention_factor) ** 2
+    change = QueryScale(source.config, source.tensors.keys(), folded) if folded != 1 else _unchanged
+    dtype = dtype or _precision(source.dtype)
+    exported = with_provenance(exported, _provenance(source, profile=profile, dtype=dtype, folded=folded))
+    text = card(
+        _public_name(source.info.name),
+        exported,
+        family=source.info.reading.family,
+        where=output.name,
+        format=format,
+        dtype=dtype,
+        folded=folded,
+        source_card=_source_card(source),
+        results=known_results,
+    )
+    if format == "gguf":
+        write_file(source, exported, output, dtype=dtype, change=change)
+        write_text(_card_path(output), text)
+    else:
+        write_folder(source, exported, output, dtype=PRECISIONS[dtype], change=change, card=text)
+    for engine in ENGINES.values():
+        fault = engine.fault(exported, source.info.reading.family)
+        if engine.format == format and fault:
+            warn(f"this export is not right in {engine.name}: {fault}")
+    say(f"wrote {output}: {profile}, {exported.original_length:,} → {exported.target_length:,} tokens, {dtype}")
+    say(f"check it with: longrope2 verify {output}")
+
+
+def _check_outputs(output: Path, source: SourceModel, *, format: Format, force: bool) -> None:
+    if format == "gguf" and output.suffix != ".gguf":
+        raise LongRopeError(f"{output}: the name of a GGUF file must end in .gguf")
+    check_output(output, source=source.info.location, force=force, is_folder=format == "huggingface")
+    if format == "gguf":
+        check_output(_card_path(output), source=source.info.location, force=force, is_folder=False)
+
+
+def _card_path(output: Path) -> Path:
+    return output.with_suffix(".md")
+
+
+def _factors(source: SourceModel, given: RescaleFactors | str | Path | None, *, extend_again: bool) -> RescaleFactors:
+    """The factors to export; given ones never silently replace others that the model carries."""
+    info, carried = source.info, _carried(source)
+    if given is None:
+        if carried is None:
+            raise LongRopeError(
+                f"{info.name} carries no factors, and none were given",
+                hint="add --factors FILE; `longrope2 search` and `longrope2 factors` write such files",
+            )
+        return carried
+    factors = given if isinstance(given, RescaleFactors) else RescaleFactors.load(given)
+    # The original window is theirs to tell, where a config is silent or wrong about it.
+    factors.check_fits(replace(info.rope, original_length=factors.original_length), info.name)
+    if carried is None or not _same(carried, factors):
+        info.refuse_rescaled(extend_again=extend_again)
+    return factors
+
+
+def _carried(source: SourceModel) -> RescaleFactors | None:
+    rescaled = source.info.reading.rescaled
+    if rescaled is None or rescaled.method != "longrope":
+        return None
+    from transformers import CONFIG_MAPPING
+
+    carried = read_factors(CONFIG_MAPPING[source.config["model_type"]].from_dict(source.config))
+    file = source.folder / FACTORS_FILE if source.folder else None
+    if file and file.is_file():
+        # Written by `train` or `export`, with what a config cannot tell: the method, and where they come from.
+        told = RescaleFactors.load(file)
+        return told if _same(told, carried) else carried
+    return carried
+
+
+def _same(one: RescaleFactors, other: RescaleFactors) -> bool:
+    told = ("method", "critical_dimension", "provenance")
+    values = [{k: v for k, v in factors.to_json().items() if k not in told} for factors in (one, other)]
+    return values[0] == values[1]
+
+
+def _provenance(source: SourceModel, **how: object) -> dict[str, object]:
+    told = {"model": _public_name(source.info.name), "revision": source.info.revision}
+    return {**told, "versions": package_versions("torch"), **how}
+
+
+def _precision(dtype: torch.dtype) -> str:
+    return next((name for name, known in PRECISIONS.items() if known == dtype), "float32")
+
+
+def _unchanged(_: str, tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _public_name(model: str) -> str:
+    """A hub id as it is, and the last part of a path: a card is no place for somebody's folders."""
+    return Path(model).resolve().name if Path(model).exists() else model
+
+
+def _source_card(source: SourceModel) -> str | None:
+    file = source.folder / "README.md" if source.folder else None
+    return file.read_text(encoding="utf-8", errors="replace") if file and file.is_file() else None

@@ -1,0 +1,263 @@
+"""`longrope2 verify`: run an export in every engine there is, and hold its answers against our own."""
+
+import importlib.util
+import json
+import math
+import random
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longrope2.console import say, show_json, show_table
+from longrope2.errors import LongRopeError
+from longrope2.export.config import config_problems, profile_of
+from longrope2.export.engines import CONTEXT_STEP, ENGINES, LLAMA_CPP, Engine, short_context
+from longrope2.export.probes import probe
+from longrope2.export.reference import Answer, Reference
+from longrope2.factors import RescaleFactors
+
+TOLERANCE = 5e-3
+"""Nats of log-probability: float32 engines come to 1e-5, llama.cpp, which rounds inside, to 3e-3."""
+ROUNDED_TOLERANCE = 1.0
+"""The most for GGUF files of 16 or 8 bits, with which llama.cpp rounds activations, too; see `_tolerance`."""
+RIGHT, WRONG, FAILED, LIMIT, UNCHECKED = "right", "WRONG", "FAILED", "known limit", "not checked"
+HOUR = 3600
+STALE = "its cache is stale once it crosses the original window; longrope2.load generates exactly"
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt of random tokens for an engine, and what it stands for."""
+
+    mode: str
+    prompt: list[int]
+    new_tokens: int = 1
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What an engine answered."""
+
+    engine: Engine
+    capacity: int | None
+    questions: Sequence[Question]
+    content: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the result."""
+
+    engine: str
+    mode: str
+    max_error: float | None
+    verdict: str
+    note: str = ""
+
+
+def verify(path: Path, *, engines: Sequence[str] = (), as_json: bool = False) -> bool:
+    """Check an export, print what was found, and say whether nothing was wrong."""
+    reference = Reference(path)
+    found = findings(reference, engines)
+    if as_json:
+        show_json([asdict(finding) for finding in found])
+    else:
+        _show(path, reference.factors, found)
+    return all(finding.verdict not in (WRONG, FAILED) for finding in found)
+
+
+def findings(reference: Reference, engines: Sequence[str] = ()) -> list[Finding]:
+    """What engines make of an export.
+
+    `engines` are names, or NAME=PYTHON for one that lives in another environment; none means all that fit.
+    """
+    # Engines first, and only then our own copy of the model: some take all memory of a GPU.
+    runs = [run for name, python in list(_chosen(reference.path, engines)) for run in _asked(reference, name, python)]
+    found = list(_config_finding(reference))
+    for run in runs:
+        found += run if isinstance(run, list) else _judge(reference, run)
+    return found
+
+
+def _chosen(path: Path, engines: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+    """Engines to ask and the Python of each; None where it is not installed."""
+    wanted = "gguf" if path.suffix == ".gguf" else "huggingface"
+    fitting = [name for name, engine in ENGINES.items() if engine.format == wanted]
+    for text in engines or fitting:
+        name, _, python = text.partition("=")
+        if name not in ENGINES:
+            raise LongRopeError(f"engine {name!r} is not known", hint=f"choose from {', '.join(ENGINES)}")
+        if name not in fitting:
+            raise LongRopeError(f"{name} cannot run {path.name}", hint=f"engines for it: {', '.join(fitting)}")
+        found = python or (sys.executable if _installed(ENGINES[name]) else None)
+        if engines and found is None:
+            raise LongRopeError(
+                f"{name} is not installed here",
+                hint=f"{_pip(ENGINES[name])}, or --engine {name}=PYTHON of another place",
+            )
+        yield name, found
+
+
+def _installed(engine: Engine) -> bool:
+    return any(importlib.util.find_spec(package) is not None for package in engine.packages)
+
+
+def _pip(engine: Engine) -> str:
+    return " or ".join(engine.packages.values())
+
+
+def _config_finding(reference: Reference) -> Iterator[Finding]:
+    """Whether a folder's config.json still says, in every key, what its factors are."""
+    if reference.written is None or reference.expected is None:
+        return
+    problems = config_problems(reference.written, reference.expected)
+    yield Finding("config.json", "every key", None, WRONG if problems else RIGHT, "; ".join(problems))
+
+
+def _asked(reference: Reference, name: str, python: str | None) -> Iterator[Reply | list[Finding]]:
+    """An engine's replies, one for each window it is started with; findings in place of those it did not give."""
+    engine = ENGINES[name]
+    if python is None:
+        yield [Finding(name, "-", None, UNCHECKED, f"not installed: {_pip(engine)}")]
+        return
+    for capacity, questions in _runs(engine, reference):
+        say(f"asking {name}" + (f" with a window of {capacity:,} tokens" if capacity else ""))
+        try:
+            content = _ask(engine, python, _job(engine, reference, capacity, questions))
+        except LongRopeError as error:
+            modes = dict.fromkeys(question.mode for question in questions)
+            yield [Finding(name, mode, None, FAILED, error.message) for mode in modes]
+        else:
+            yield Reply(engine, capacity, questions, content)
+
+
+def _runs(engine: Engine, reference: Reference) -> Iterator[tuple[int | None, list[Question]]]:
+    """What to ask, by the window the engine is started with."""
+    factors, vocab = reference.factors, reference.config.vocab_size
+    original = factors.original_length
+    longs = sorted({n for n in (original + 1, min(original * 3 // 2, factors.target_length - 1)) if n > original})
+
+    def question(mode: str, length: int, new_tokens: int = 1) -> Question:
+        draw = random.Random(length)  # noqa: S311 - no secret
+        return Question(mode, [draw.randrange(vocab) for _ in range(length)], new_tokens)
+
+    long_questions = [question("long", length) for length in longs]
+    if engine.chooses == "length":
+        short_questions = [question("short", length) for length in (original // 2, original)]
+        # The last of these tokens is chosen after original + 1 others.
+        yield None, [*short_questions, *long_questions, question("crossing", original - 2, new_tokens=4)]
+        return
+    throughout = question("short, long factors", original // 2)
+    if engine.chooses == "long":
+        yield None, [throughout, *long_questions]
+        return
+    step = CONTEXT_STEP if engine is LLAMA_CPP else 1
+    short_window = short_context(factors) if engine is LLAMA_CPP else original
+    if short_window:
+        yield short_window, [question("short", length) for length in (short_window // 2, short_window - 1)]
+    yield -(-(max([original, *longs]) + 1) // step) * step, [throughout, *long_questions]
+
+
+def _job(engine: Engine, reference: Reference, capacity: int | None, questions: Sequence[Question]) -> dict[str, Any]:
+    """What the probe is told."""
+    factors = reference.factors
+    long = engine.is_long(factors, length=0, capacity=capacity)
+    return {
+        "path": str(reference.path.absolute()),
+        "capacity": capacity,
+        # What llama.cpp is given as --yarn-attn-factor.
+        "temperature_ratio": 1.0 if long else factors.short_attention_factor / factors.long_attention_factor,
+        "threads": torch.get_num_threads(),
+        "cache_bytes": _cache_bytes(reference.config, capacity or 0),
+        "prompts": [question.prompt for question in questions],
+        "new_tokens": [question.new_tokens for question in questions],
+    }
+
+
+def _ask(engine: Engine, python: str, job: dict[str, Any]) -> dict[str, Any]:
+    """Run the probe in a process of its own, with the Python that has the engine."""
+    with tempfile.TemporaryDirectory() as folder:
+        job_file, answers_file = Path(folder) / "job.json", Path(folder) / "answers.json"
+        job_file.write_text(json.dumps(job))
+        command = [python, probe.__file__, engine.name, str(job_file), str(answers_file)]
+        try:
+            done = subprocess.run(  # noqa: S603 - a list, no shell
+                command, capture_output=True, text=True, errors="replace", timeout=HOUR, cwd=folder
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise LongRopeError(f"it could not be run ({error})") from error
+        if done.returncode != 0:
+            raise LongRopeError(f"it failed: {_reason(done.stderr)}")
+        return json.loads(answers_file.read_text())
+
+
+def _reason(stderr: str) -> str:
+    """The line of an engine's output that names its exception, or else the last."""
+    lines = stderr.strip().splitlines() or ["no message"]
+    named = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    return (named or lines)[-1][:300]
+
+
+def _cache_bytes(config: Any, capacity: int) -> int:
+    """Room for keys and values of a few sequences, so that no engine takes all memory there is."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return 4 * 2 * config.num_hidden_layers * heads * head_dim * 4 * (capacity + 1024)
+
+
+def _judge(reference: Reference, reply: Reply) -> Iterator[Finding]:
+    """Compare answers with the reference, mode by mode."""
+    engine, version = reply.engine, reply.content["version"]
+    by_mode: dict[str, list[Answer]] = {}
+    for question, answer in zip(reply.questions, reply.content["answers"], strict=True):
+        tokens = question.prompt + answer["tokens"][:-1]
+        long = engine.is_long(reference.factors, length=len(tokens), capacity=reply.capacity)
+        logprobs = {int(token): value for token, value in answer["logprobs"].items()}
+        by_mode.setdefault(question.mode, []).append(Answer(tokens, long, logprobs))
+    for mode, answers in by_mode.items():
+        error = reference.error(answers)
+        if not math.isfinite(error):
+            yield Finding(version, mode, None, WRONG, "its log-probabilities are not finite numbers")
+        elif error <= _tolerance(reference, answers):
+            yield Finding(version, mode, error, RIGHT)
+        elif mode == "crossing" and profile_of(reference.factors) == "dual":
+            yield Finding(version, mode, error, LIMIT, STALE)
+        else:
+            yield Finding(version, mode, error, WRONG, _explanation(reference, engine, answers))
+
+
+def _explanation(reference: Reference, engine: Engine, answers: Sequence[Answer]) -> str:
+    """What the engine seems to have run instead."""
+    errors = reference.errors_of_faults(answers)
+    nearest = min(errors, key=lambda name: errors[name])
+    fault = engine.fault(reference.factors, reference.config.model_type)
+    causes = [f"nearest to {nearest} (error {errors[nearest]:.1e})", fault]
+    return "; ".join(cause for cause in causes if cause)
+
+
+def _tolerance(reference: Reference, answers: Sequence[Answer]) -> float:
+    """How large an error may be.
+
+    Rounding to 16 or 8 bits can cost more than any fixed bound that still tells faults apart. There answers must
+    be twice as near to the right ones as to those of any known fault.
+    """
+    if not reference.is_rounded:
+        return TOLERANCE
+    return min(ROUNDED_TOLERANCE, *(error / 2 for error in reference.errors_of_faults(answers).values()))
+
+
+def _show(path: Path, factors: RescaleFactors, findings: Sequence[Finding]) -> None:
+    title = (
+        f"{path}: {profile_of(factors)}, {factors.original_length:,} → {factors.target_length:,} tokens; "
+        "largest difference of log-probability from our own forward"
+    )
+    rows = [[f.engine, f.mode, "-" if f.max_error is None else f"{f.max_error:.1e}", f.verdict] for f in findings]
+    notes = [f"{f.engine}, {f.mode}: {f.note}" for f in findings if f.note]
+    show_table(title, ["engine", "mode", "max error", "verdict"], rows, caption="\n".join(notes))

@@ -1,0 +1,148 @@
+"""The weights of a model on disk, one tensor at a time: an 8B model is exported in the memory of one shard."""
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longrope2.errors import ModelError
+from longrope2.gguf_model import GGUFModel
+from longrope2.models import HUB_ID, ModelInfo, load_tokenizer
+
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+DOWNLOADED = ("*.safetensors", "*.json", "*.model", "*.jinja", "*.txt", "LICENSE*", "NOTICE*", "README.md")
+BUFFERS = ("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias")
+"""What old checkpoints kept beside their weights, and models now make for themselves."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor as it lies on disk."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+
+    @property
+    def num_values(self) -> int:
+        """How many numbers it holds."""
+        return math.prod(self.shape)
+
+
+class SourceModel:
+    """What an export starts from: nothing is read, or downloaded, before it is asked for."""
+
+    def __init__(self, info: ModelInfo) -> None:
+        self.info = info
+
+    @cached_property
+    def folder(self) -> Path | None:
+        """Where its files lie; None for a GGUF file."""
+        if self.info.is_gguf:
+            return None
+        folder = Path(self.info.location)
+        return folder if folder.is_dir() else _download(self.info)
+
+    @cached_property
+    def _file(self) -> GGUFModel:
+        return GGUFModel(Path(self.info.location))
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """Its config.json."""
+        if self.folder is None:
+            return self._file.config()
+        return json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
+
+    def refuse_parts(self) -> None:
+        """Raise ModelError unless the model is a language model and nothing else."""
+        if self.config["model_type"] != self.info.reading.family:
+            raise ModelError(
+                f"{self.info.name}: a '{self.config['model_type']}' model has more parts than its language model",
+                hint="save its language model alone, and export that",
+            )
+
+    @cached_property
+    def tensors(self) -> dict[str, Stored]:
+        """Its weights, by the names they have on disk; those of a GGUF file dequantised, in memory."""
+        if self.folder is not None:
+            return dict(_stored(self.folder))
+        state = self._file.model(dtype=torch.float32).state_dict()
+        if self.config["tie_word_embeddings"]:
+            del state["lm_head.weight"]
+        return {name: _in_memory(tensor) for name, tensor in state.items()}
+
+    def tokenizer(self) -> Any:
+        """Its tokenizer, as transformers loads it."""
+        return self._file.tokenizer() if self.folder is None else load_tokenizer(self.info)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of most of its numbers."""
+        counts: dict[torch.dtype, int] = {}
+        for tensor in self.tensors.values():
+            counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.num_values
+        return max(counts, key=lambda dtype: counts[dtype])
+
+
+def _download(info: ModelInfo) -> Path:
+    from huggingface_hub import snapshot_download
+
+    match = HUB_ID.fullmatch(info.location)
+    assert match is not None
+    return Path(snapshot_download(match["repo"], revision=match["revision"], allow_patterns=list(DOWNLOADED)))
+
+
+def _in_memory(tensor: Tensor) -> Stored:
+    return Stored(tuple(tensor.shape), tensor.dtype, lambda: tensor)
+
+
+def _stored(folder: Path) -> Iterator[tuple[str, Stored]]:
+    from safetensors import SafetensorError, safe_open
+
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelError(f"{folder}: no *.safetensors weights there")
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as content:
+                for name in content.keys():  # noqa: SIM118 - no mapping
+                    if name.endswith(BUFFERS):
+                        continue
+                    part = content.get_slice(name)
+                    dtype = part.get_dtype()
+                    if dtype not in DTYPES:
+                        raise ModelError(
+                            f"{folder}: {name} is stored as {dtype}",
+                            hint="export the unquantised model, and quantise the export",
+                        )
+                    yield name, Stored(tuple(part.get_shape()), DTYPES[dtype], _reader(file, name))
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{file}: cannot be read ({error})", hint="the file may be cut short") from error
+
+
+def _reader(file: Path, name: str) -> Callable[[], Tensor]:
+    from safetensors import safe_open
+
+    def read() -> Tensor:
+        with safe_open(file, framework="pt") as content:
+            return content.get_tensor(name)
+
+    return read
+
+
+def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in another precision, or ModelError where it does not fit into its range."""
+    result = tensor.to(dtype)
+    if dtype == torch.float16 and not torch.isfinite(result).all() and torch.isfinite(tensor).all():
+        raise ModelError(
+            f"{name} has values up to {float(tensor.abs().max()):.3g}, beyond the range of float16",
+            hint="use --dtype bfloat16",
+        )
+    return result

@@ -1,0 +1,362 @@
+"""Exported folders: the same weights, a round trip, and an output that is whole or absent."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections import namedtuple
+
+import pytest
+import torch
+from export_samples import (
+    EXTENDED,
+    ONE_TEMPERATURE,
+    TWO_TEMPERATURES,
+    WINDOW,
+    family_factors,
+    family_folder,
+    tiny_factors,
+)
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+import longrope2
+from longrope2.errors import FactorsError, LongRopeError, ModelError
+from longrope2.export import huggingface, output, weights
+from longrope2.export.run import export
+from longrope2.factors import RescaleFactors
+from longrope2.models import ASSETS, describe, load, rescale_model
+
+TINY = ASSETS / "tiny"
+
+
+def stored(folder):
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found |= load_file(file)
+    return found
+
+
+class TestWeights:
+    def test_they_are_the_same_to_the_bit(self, tmp_path):
+        export("tiny", tmp_path / "e", factors=tiny_factors())
+        ours, source = stored(tmp_path / "e"), stored(TINY)
+        assert ours.keys() == source.keys()
+        assert all(torch.equal(ours[name], source[name]) and ours[name].dtype == torch.bfloat16 for name in source)
+
+    def test_shards(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(huggingface.write_folder, "__kwdefaults__", {"shard_bytes": 3 << 20})
+        export("tiny", tmp_path / "e", factors=tiny_factors())
+        files = sorted(file.name for file in (tmp_path / "e").glob("*.safetensors"))
+        assert files == [f"model-0000{i}-of-00005.safetensors" for i in range(1, 6)]
+        index = json.loads((tmp_path / "e" / "model.safetensors.index.json").read_text())
+        for name, file in index["weight_map"].items():
+            with safe_open(tmp_path / "e" / file, framework="pt") as content:
+                assert name in content.keys()  # noqa: SIM118
+        expected, found = stored(TINY), stored(tmp_path / "e")
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+        assert index["metadata"]["total_size"] == sum(t.numel() * 2 for t in expected.values())
+        assert load(tmp_path / "e", device="cpu").model.num_parameters() > 0
+        # An export of shards is a model like any other.
+        export(str(tmp_path / "e"), tmp_path / "again", dtype="float32")
+        assert stored(tmp_path / "again")["model.norm.weight"].dtype == torch.float32
+
+    def test_memory_is_that_of_a_shard(self, tmp_path, monkeypatch):
+        """Each tensor is read when its shard is written, and not before."""
+        monkeypatch.setattr(huggingface.write_folder, "__kwdefaults__", {"shard_bytes": 1 << 20})
+        events = []
+        read = weights._reader
+
+        def noted(file, name):
+            inner = read(file, name)
+
+            def call():
+                events.append("read")
+                return inner()
+
+            return call
+
+        import safetensors.torch
+
+        written = safetensors.torch.save_file
+        monkeypatch.setattr(weights, "_reader", noted)
+        monkeypatch.setattr(
+            safetensors.torch, "save_file", lambda *a, **k: (events.append("write"), written(*a, **k))[1]
+        )
+        export("tiny", tmp_path / "e", factors=tiny_factors())
+        between = "".join(event[0] for event in events).split("w")
+        assert len(between) > 5
+        assert max(map(len, between)) < 20
+
+    def test_precision(self, tmp_path):
+        export("tiny", tmp_path / "e", factors=tiny_factors(), dtype="float16")
+        config = json.loads((tmp_path / "e" / "config.json").read_text())
+        assert config["dtype"] == config["torch_dtype"] == "float16"
+        assert {tensor.dtype for tensor in stored(tmp_path / "e").values()} == {torch.float16}
+
+    def test_folding(self, tmp_path):
+        """The folded export is the unfolded model; its config names the temperature that engines force."""
+        factors = tiny_factors(**TWO_TEMPERATURES)
+        for name, fold in (("plain", False), ("folded", True)):
+            export(
+                "tiny", tmp_path / name, factors=factors, profile="static-long", dtype="float32", fold_temperature=fold
+            )
+        plain, folded = (longrope2.load(str(tmp_path / name), device="cpu") for name in ("plain", "folded"))
+        forced = folded.longrope2.factors.long_attention_factor
+        assert forced == pytest.approx((1 + torch.tensor(4.0).log() / torch.tensor(256.0).log()).sqrt().item())
+        for length in (100, 300):
+            tokens = torch.arange(length)[None]
+            with torch.no_grad():
+                torch.testing.assert_close(plain(tokens).logits, folded(tokens).logits, rtol=1e-4, atol=1e-4)
+        config = json.loads((tmp_path / "folded" / "config.json").read_text())
+        assert config["rope_scaling"]["long_mscale"] == config["rope_scaling"]["attention_factor"] == forced
+        assert "queries multiplied by 1.152" in (tmp_path / "folded" / "README.md").read_text()
+        with pytest.raises(LongRopeError, match="weights can hold only one"):
+            export("tiny", tmp_path / "no", factors=factors, fold_temperature=True)
+
+
+class TestRoundTrip:
+    @pytest.mark.parametrize("profile", ["dual", "static-long"])
+    def test_equal_factors_and_equal_logits(self, tmp_path, profile):
+        factors = tiny_factors(**TWO_TEMPERATURES)
+        export("tiny", tmp_path / "e", factors=factors, profile=profile, dtype="float32")
+        model = longrope2.load(str(tmp_path / "e"), device="cpu")
+        found = model.longrope2.factors
+        assert found.long == factors.long
+        assert found.short == (factors.short if profile == "dual" else factors.long)
+        assert found.long_attention_factor == 1.2
+        assert found.short_attention_factor == (1.0 if profile == "dual" else 1.2)
+        assert (found.original_length, found.target_length) == (WINDOW, EXTENDED)
+        base = longrope2.load("tiny", factors, device="cpu")
+        for length in (WINDOW, WINDOW + 1):
+            tokens = torch.arange(length)[None]
+            with torch.no_grad():
+                same = torch.allclose(model(tokens).logits, base(tokens).logits, atol=1e-4)
+            assert same == (profile == "dual" or length > WINDOW)
+
+    def test_factors_file_is_a_factors_file(self, tmp_path):
+        export("tiny", tmp_path / "e", factors=tiny_factors())
+        written = RescaleFactors.load(tmp_path / "e" / "factors.json", describe("tiny").rope)
+        assert written.long == tiny_factors().long
+        assert written.provenance["export"]["profile"] == "dual"
+
+    def test_is_not_extended_a_second_time(self, tmp_path):
+        export("tiny", tmp_path / "e", factors=tiny_factors())
+        info = describe(tmp_path / "e")
+        assert (info.rope.original_length, info.reading.window) == (WINDOW, EXTENDED)
+        with pytest.raises(ModelError, match="already rescaled by 'longrope' from 256 to 1,024"):
+            rescale_model(info, "yarn", 2048)
+        again = tiny_factors(target_length=2048)
+        with pytest.raises(ModelError, match="already rescaled by 'longrope' from 256 to 1,024"):
+            export(str(tmp_path / "e"), tmp_path / "f", factors=again)
+        export(str(tmp_path / "e"), tmp_path / "f", factors=again, extend_again=True)
+        assert describe(tmp_path / "f").reading.window == 2048
+        # The same factors once more are no second extension, nor is leaving them out.
+        export(str(tmp_path / "e"), tmp_path / "g", factors=tiny_factors())
+        export(str(tmp_path / "e"), tmp_path / "h", profile="static-long")
+        configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in "eg"]
+        assert configs[0] == configs[1]
+        assert "original_max_position_embeddings" not in json.loads((tmp_path / "h" / "config.json").read_text())
+
+    def test_models_that_carry_factors(self, tmp_path):
+        """As `save_pretrained` of a switching model and `train` write them; factors.json tells more, if it fits."""
+        loaded = load("tiny", device="cpu")
+        longrope2.load(loaded.model, tiny_factors()).save_pretrained(tmp_path / "t")
+        loaded.tokenizer.save_pretrained(tmp_path / "t")
+        for name, factors, method in (
+            ("a", None, "longrope"),
+            ("b", tiny_factors(method="searched"), "searched"),
+            ("c", tiny_factors(method="others", long_attention_factor=1.5), "longrope"),
+        ):
+            if factors:
+                factors.save(tmp_path / "t" / "factors.json")
+            export(str(tmp_path / "t"), tmp_path / name)
+            assert longrope2.load(str(tmp_path / name), device="cpu").longrope2.factors.long == tiny_factors().long
+            assert RescaleFactors.load(tmp_path / name / "factors.json").method == method
+
+    def test_other_models_factors(self, tmp_path):
+        with pytest.raises(FactorsError, match="made for another model"):
+            export("tiny", tmp_path / "e", factors=tiny_factors(theta=500.0))
+        with pytest.raises(LongRopeError, match="tiny carries no factors, and none were given"):
+            export("tiny", tmp_path / "e")
+
+
+class TestCompanions:
+    def test_tokenizer_is_copied_word_for_word(self, tmp_path):
+        export("tiny", tmp_path / "e", factors=tiny_factors())
+        for name in ("tokenizer.json", "generation_config.json"):
+            assert (tmp_path / "e" / name).read_bytes() == (TINY / name).read_bytes()
+        assert AutoTokenizer.from_pretrained(tmp_path / "e")("It was 1848").input_ids
+
+    def test_tokenizer_of_transformers_5_loads_in_4(self, tmp_path):
+        model = family_folder(tmp_path / "m", "llama")
+        config = {"tokenizer_class": "TokenizersBackend", "model_max_length": WINDOW}
+        (model / "tokenizer_config.json").write_text(json.dumps(config))
+        export(str(model), tmp_path / "e", factors=family_factors(load(model, device="cpu").model))
+        written = json.loads((tmp_path / "e" / "tokenizer_config.json").read_text())
+        assert written == {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": EXTENDED}
+
+    def test_card(self, tmp_path, capsys):
+        results = tmp_path / "results.json"
+        results.write_text(json.dumps({"needle": {"1024": 0.98765}, "commit": "abc"}))
+        export("tiny", tmp_path / "e", factors=tiny_factors(**ONE_TEMPERATURE), results=results)
+        text = (tmp_path / "e" / "README.md").read_text()
+        for part in (
+            "license: apache-2.0",
+            "from 256 to 1,024 tokens",
+            "`dual`: the original RoPE up to 256 tokens",
+            "`vllm serve e --max-model-len 1024` | long factors in every sequence, up to 1,024 tokens",
+            "`vllm serve e` | short factors, window of 256 tokens",
+            "wrong when a cache crosses 256 tokens",
+            "use --fold-temperature",
+            "| needle · 1024 | 0.9877 |",
+            "| 31 | 1.12109 | 5.84375 |",
+        ):
+            assert part in text
+        assert str(tmp_path) not in text
+        assert "warning: this export is not right in mlx: it always applies" in capsys.readouterr().err
+        score = {"suite": "ruler", "task": "vt", "length": 1024, "metric": "recall", "score": 91.256, "samples": 100}
+        results.write_text(json.dumps({"scores": [{**score, "low": 84.1, "high": None}], "versions": {}}))
+        export("tiny", tmp_path / "e", factors=tiny_factors(), results=results, force=True)
+        assert "| ruler | vt (recall) | 1,024 | 91.26 | 84.1 to - | 100 |" in (tmp_path / "e" / "README.md").read_text()
+        results.write_text("[]")
+        with pytest.raises(LongRopeError, match="expected a JSON object"):
+            export("tiny", tmp_path / "f", factors=tiny_factors(), results=results)
+
+    def test_card_of_one_behaviour(self, tmp_path):
+        export("tiny", tmp_path / "e", factors=tiny_factors(), profile="static-long")
+        text = (tmp_path / "e" / "README.md").read_text()
+        assert "cache crosses" not in text
+        assert text.count("long factors in every sequence, up to 1,024 tokens") == 4
+
+
+class TestOutput:
+    def test_nothing_is_replaced_without_a_word(self, tmp_path):
+        export("tiny", tmp_path / "e", factors=tiny_factors())
+        (tmp_path / "e" / "old").touch()
+        with pytest.raises(LongRopeError, match="exists already"):
+            export("tiny", tmp_path / "e", factors=tiny_factors())
+        export("tiny", tmp_path / "e", factors=tiny_factors(), force=True)
+        assert not (tmp_path / "e" / "old").exists()
+        assert [file.name for file in tmp_path.iterdir()] == ["e"]
+        (tmp_path / "empty").mkdir()
+        export("tiny", tmp_path / "empty", factors=tiny_factors())
+
+    def test_what_is_no_model_is_never_replaced(self, tmp_path):
+        (tmp_path / "home").mkdir()
+        (tmp_path / "home" / "thesis.tex").touch()
+        (tmp_path / "file").touch()
+        for name, message in (("home", "is not a model, and is never replaced"), ("file", "is a file")):
+            with pytest.raises(LongRopeError, match=message):
+                export("tiny", tmp_path / name, factors=tiny_factors(), force=True)
+        shutil.copytree(TINY, tmp_path / "source")
+        with pytest.raises(LongRopeError, match="is the model itself"):
+            export(str(tmp_path / "source"), tmp_path / "source", factors=tiny_factors(), force=True)
+        assert (tmp_path / "source" / "README.md").read_bytes() == (TINY / "README.md").read_bytes()
+
+    @pytest.mark.parametrize("format", ["huggingface", "gguf"])
+    def test_no_room_is_known_before_writing(self, tmp_path, monkeypatch, format):
+        usage = namedtuple("usage", "total used free")
+        monkeypatch.setattr(output.shutil, "disk_usage", lambda _: usage(1 << 40, 1 << 40, 70 << 20))
+        place = tmp_path / ("e" if format == "huggingface" else "e.gguf")
+        with pytest.raises(LongRopeError, match=r"needs 0.0 GB, and 0.1 GB are free there"):
+            export("tiny", place, factors=tiny_factors(), format=format)
+        assert list(tmp_path.iterdir()) == []
+
+    def test_failures_leave_nothing(self, tmp_path, monkeypatch):
+        def fails(*_):
+            raise OSError(28, "No space left on device")
+
+        export("tiny", tmp_path / "e", factors=tiny_factors())
+        before = (tmp_path / "e" / "README.md").read_text()
+        monkeypatch.setattr(huggingface, "write_text", fails)
+        with pytest.raises(OSError, match="No space"):
+            export("tiny", tmp_path / "e", factors=tiny_factors(), force=True)
+        with pytest.raises(OSError, match="No space"):
+            export("tiny", tmp_path / "f", factors=tiny_factors())
+        assert [file.name for file in tmp_path.iterdir()] == ["e"]
+        assert (tmp_path / "e" / "README.md").read_text() == before
+
+    def test_killed_while_writing(self, tmp_path):
+        """What a kill -9 leaves has another name than the export, and an earlier one stays whole."""
+        (tmp_path / "e").mkdir()
+        (tmp_path / "e" / "config.json").write_text("old")
+        code = (
+            "import sys, time; from pathlib import Path; from longrope2.export.output import atomic_folder\n"
+            "with atomic_folder(Path(sys.argv[1])) as folder:\n"
+            "    (folder / 'config.json').write_text('new'); print('now', flush=True); time.sleep(60)"
+        )
+        child = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "e")], stdout=subprocess.PIPE)
+        assert child.stdout.readline() == b"now\n"
+        os.kill(child.pid, signal.SIGKILL)
+        child.wait()
+        assert (tmp_path / "e" / "config.json").read_text() == "old"
+        assert sorted(file.name[:3] for file in tmp_path.iterdir()) == [".e.", "e"]
+
+
+class TestSources:
+    def test_quantised_weights_are_refused(self, tmp_path):
+        from safetensors.torch import save_file
+
+        model = family_folder(tmp_path / "m", "llama")
+        factors = family_factors(load(model, device="cpu").model)
+        content = load_file(model / "model.safetensors")
+        content["model.norm.weight"] = content["model.norm.weight"].to(torch.int8)
+        save_file(content, model / "model.safetensors")
+        with pytest.raises(ModelError, match="stored as I8"):
+            export(str(model), tmp_path / "e", factors=factors)
+        (model / "model.safetensors").write_bytes(b"short")
+        with pytest.raises(ModelError, match="cannot be read"):
+            export(str(model), tmp_path / "e", factors=factors)
+        (model / "model.safetensors").unlink()
+        with pytest.raises(ModelError, match=r"no \*.safetensors weights"):
+            export(str(model), tmp_path / "e", factors=factors)
+
+    def test_buffers_of_old_checkpoints_are_left_out(self, tmp_path):
+        from safetensors.torch import save_file
+
+        model = family_folder(tmp_path / "m", "llama")
+        factors = family_factors(load(model, device="cpu").model)
+        content = load_file(model / "model.safetensors")
+        save_file(
+            {**content, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}, model / "model.safetensors"
+        )
+        export(str(model), tmp_path / "e", factors=factors)
+        assert stored(tmp_path / "e").keys() == content.keys()
+
+    def test_models_with_other_parts(self, tmp_path):
+        from transformers import Gemma3Config
+
+        from conftest import family_config
+
+        config = Gemma3Config(text_config=family_config("gemma3_text", max_position_embeddings=WINDOW).to_dict())
+        config.save_pretrained(tmp_path / "m")
+        factors = family_factors(_Carrier(family_config("gemma3_text", max_position_embeddings=WINDOW)))
+        with pytest.raises(LongRopeError, match="more parts than its language model"):
+            export(str(tmp_path / "m"), tmp_path / "e", factors=factors)
+
+    def test_hub_ids_are_downloaded_once_needed(self, tmp_path, monkeypatch):
+        snapshot = tmp_path / "snapshots" / "abc"
+        shutil.copytree(TINY, snapshot)
+        calls = []
+
+        def download(repo, revision=None, allow_patterns=()):
+            calls.append((repo, revision, "*.bin" in allow_patterns))
+            return str(snapshot)
+
+        monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: str(snapshot / "config.json"))
+        monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+        with pytest.raises(FactorsError):
+            export("owner/name@v2", tmp_path / "e", factors=tiny_factors(theta=500.0))
+        assert calls == []
+        export("owner/name@v2", tmp_path / "e", factors=tiny_factors())
+        assert calls == [("owner/name", "v2", False)]
+        assert "owner/name@v2 with its context window" in (tmp_path / "e" / "README.md").read_text()
+
+
+class _Carrier:
+    def __init__(self, config):
+        self.config = config

