@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo test lint types clean
+.PHONY: setup demo test lint types docs clean
 
 setup: $(READY)
 
@@ -27,6 +27,9 @@ lint: $(READY)
 
 types: $(READY)
 	$(BIN)/mypy
+
+docs: $(READY)
+	$(BIN)/mkdocs build --quiet --strict
 
 clean:
 	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -9,6 +9,8 @@ import time
 import pytest
 
 from conftest import family_config
+from longrope2 import cli
+from longrope2.errors import LongRopeError
 from longrope2.factors import RescaleFactors
 
 
@@ -147,3 +149,36 @@ def test_a_rescaled_model_is_extended_only_on_request(tmp_path):
 def test_no_colour_codes_in_pipes(model):
     result = run("inspect", model)
     assert "\x1b[" not in result.stdout + result.stderr
+
+
+def failing_main(monkeypatch, error):
+    def fail(**_):
+        raise error
+
+    monkeypatch.setattr(cli.cli, "main", fail)
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    return caught.value.code
+
+
+def test_a_full_disk_is_one_message_wherever_it_is_met(monkeypatch, capsys):
+    assert failing_main(monkeypatch, OSError(28, "No space left on device", "log.jsonl")) == 2
+    told = (
+        "error: [Errno 28] No space left on device: 'log.jsonl'\nhint: free some space and run the same command again\n"
+    )
+    assert capsys.readouterr().err == told
+    with pytest.raises(PermissionError):
+        failing_main(monkeypatch, PermissionError(13, "Permission denied"))
+
+
+def test_a_process_with_an_error_of_its_own_tells_it_in_the_end(monkeypatch, capsys):
+    waits = []
+    monkeypatch.setattr("time.sleep", waits.append)
+    for process, local in ((8, 0), (9, 1)):
+        monkeypatch.setenv("RANK", str(process))
+        monkeypatch.setenv("LOCAL_RANK", str(local))
+        assert failing_main(monkeypatch, LongRopeError("no GPU here")) == 2
+        assert capsys.readouterr().err == f"process {process}: error: no GPU here\n"
+        assert failing_main(monkeypatch, KeyboardInterrupt()) == 130
+        assert capsys.readouterr().err == ""
+    assert 0 < waits[0] < waits[1]

@@ -1,18 +1,44 @@
 """LongRoPE2: extend the context window of any RoPE language model and keep its short-context quality."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from longrope2.api import evaluate, export_model, rescale, search_factors, train
+    from longrope2.factors import RescaleFactors
     from longrope2.generation import load
+    from longrope2.models import describe
+    from longrope2.pipeline.run import extend
+    from longrope2.rotary import rescaled
 
 __version__ = "0.1.0"
-__all__ = ["load"]
+__all__ = [
+    "RescaleFactors",
+    "describe",
+    "evaluate",
+    "export_model",
+    "extend",
+    "load",
+    "rescale",
+    "rescaled",
+    "search_factors",
+    "train",
+]
+_HOMES = {
+    "RescaleFactors": "factors",
+    "describe": "models",
+    "extend": "pipeline.run",
+    "load": "generation",
+    "rescaled": "rotary",
+}
 
 
 def __getattr__(name: str) -> Any:
     # Lazily, so that importing the package, as every command does, imports no torch.
-    if name == "load":
-        from longrope2.generation import load
-
-        return load
+    if name in __all__:
+        return getattr(import_module(f"longrope2.{_HOMES.get(name, 'api')}"), name)
     raise AttributeError(f"module 'longrope2' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

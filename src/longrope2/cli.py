@@ -3,6 +3,7 @@
 Nothing heavy is imported until a command runs, so `--help` answers at once.
 """
 
+import errno
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import click
 
 from longrope2 import __version__
+from longrope2.distributed import is_main_process, wait_to_speak
 from longrope2.errors import LongRopeError
 
 UNITS = {"k": 1 << 10, "m": 1 << 20}
@@ -50,7 +52,29 @@ class Floats(click.ParamType):  # type: ignore[type-arg]
         return numbers
 
 
+class Lengths(click.ParamType):  # type: ignore[type-arg]
+    """Lengths separated by commas."""
+
+    name = "lengths"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        """Parse each part as a length."""
+        return tuple(LENGTH.convert(part, param, ctx) for part in str(value).split(","))
+
+
+class Names(click.ParamType):  # type: ignore[type-arg]
+    """Names separated by commas."""
+
+    name = "names"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        """Split; empty parts are dropped."""
+        return tuple(name for name in (part.strip() for part in str(value).split(",")) if name)
+
+
 LENGTH = Length()
+LENGTHS = Lengths()
+NAMES = Names()
 FLOATS = Floats()
 
 model_argument = click.argument("model")
@@ -60,6 +84,12 @@ original_option = click.option(
     type=LENGTH,
     metavar="N",
     help="The trained window, where the config is silent or wrong about it.",
+)
+factors_option = click.option(
+    "--factors",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Factors file; default: those in the model's config.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 
@@ -145,6 +175,7 @@ def factors(
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), metavar="FOLDER")
 @click.option("--books", metavar="SOURCE", help="Folder, file or hub dataset; default: the package's books.")
 @click.option("--documents", default=10, show_default=True, help="Needle documents, a book each.")
+@click.option("--held-out", default=0, show_default=True, help="Other documents to score the result on.")
 @click.option("--depth", default=0.0, show_default=True, help="Where the needle stands: 0 start, 1 end.")
 @click.option("--objective", type=click.Choice(["needle", "plain"]), help="Score the answer, or every token.")
 @click.option(
@@ -185,8 +216,9 @@ def factors(
     show_default=True,
     help="When to stop scoring a candidate; off is the paper's schedule.",
 )
-@click.option("--race-confidence", default=0.5, show_default=True, help="Standard errors; more is safer, slower.")
+@click.option("--race-confidence", default=1.0, show_default=True, help="Standard errors; more is safer, slower.")
 @click.option("--seed", default=0, show_default=True)
+@click.option("--compile", "compiled", is_flag=True, help="Compile the model: for long searches on a GPU.")
 @click.option("--tensor-parallel", default=1, show_default=True, help="GPUs that share one copy of the model.")
 @original_option
 @click.option("--extend-again", is_flag=True, help="Accept a model that was extended before.")
@@ -200,6 +232,66 @@ def search(model: str, output: Path, as_json: bool, **options: Any) -> None:
     from longrope2.search.run import run_search
 
     run_search(model, output, as_json=as_json, **options)
+
+
+@cli.command()
+@model_argument
+@click.argument("source", required=False, metavar="[-]")
+@click.option("--prompt", metavar="TEXT")
+@click.option("--prompt-file", type=click.Path(path_type=Path), metavar="FILE", help="Read the prompt from a file.")
+@factors_option
+@click.option("--max-new-tokens", type=LENGTH, metavar="N", help="Default: 256, or what the window leaves.")
+@click.option("--stream", is_flag=True, help="Print text as it comes.")
+@click.option(
+    "--switch",
+    "strategy",
+    type=click.Choice(["recompute", "shadow", "pin"]),
+    help="At the switch: run the text again, do so ahead in small parts, or pick one RoPE for all.",
+)
+@click.option("--switch-length", type=LENGTH, metavar="N", help="Default: the model's own, or its trained window.")
+@click.option("--temperature", type=float, metavar="T", help="Sample; default: greedy.")
+@click.option("--top-p", type=float, metavar="P", help="Sample among the likeliest tokens of this total probability.")
+@click.option("--seed", default=0, show_default=True, help="Of sampling.")
+@click.option("--raw", is_flag=True, help="No chat template.")
+@click.option("--allow-beyond", is_flag=True, help="Go beyond the window, with a warning.")
+def generate(
+    model: str,
+    source: str | None,
+    prompt: str | None,
+    prompt_file: Path | None,
+    factors: Path | None,
+    temperature: float | None,
+    top_p: float | None,
+    seed: int,
+    **options: Any,
+) -> None:
+    """Continue a prompt, exactly, on both sides of the switch from the original to the long RoPE.
+
+    The prompt is --prompt, --prompt-file, or - for stdin. Text goes to stdout; when the switch happened and what
+    it cost goes to stderr.
+    """
+    from longrope2.generation.command import Sampling, read_prompt, run_generate
+
+    text = read_prompt(prompt, prompt_file, source)
+    sampling = Sampling(temperature=temperature, top_p=top_p, seed=seed)
+    run_generate(model, prompt=text, factors_file=factors, sampling=sampling, **options)
+
+
+@cli.command()
+@model_argument
+@factors_option
+@click.option("--lengths", type=LENGTHS, metavar="LIST", help="E.g. 2k,4k,6k,8k,10k; default: 1/4 to 2 windows.")
+@click.option("--documents", default=20, show_default=True, help="Needle documents at each length.")
+@click.option("--books", metavar="SOURCE", help="Folder, file or hub dataset; default: the package's books.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FOLDER", help="For calibration.json, .png.")
+@click.option("--store", is_flag=True, help="Keep the recommended length in the model's own config.json.")
+@json_option
+def calibrate(model: str, factors: Path | None, **options: Any) -> None:
+    """Measure where to switch: needle retrieval with the original and with the long RoPE."""
+    from longrope2.calibration import run_calibrate
+
+    run_calibrate(model, factors_file=factors, **options)
 
 
 @cli.group()
@@ -242,17 +334,272 @@ def plan(model: str, output: Path, **options: Any) -> None:
     run_plan(model, output, **options)
 
 
+@data.command()
+@model_argument
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), metavar="FILE")
+@click.option("--lengths", type=LENGTHS, required=True, metavar="LIST", help="Tokens of a document, e.g. 8k,128k.")
+@click.option("--documents", default=100, show_default=True, help="Of each length.")
+@click.option("--needles", default=8, show_default=True, help="Hidden and asked for in a document, if there is room.")
+@click.option("--books", metavar="SOURCE", help="Folder, file or hub dataset; default: the package's training books.")
+@click.option("--seed", default=0, show_default=True)
+def recall(model: str, output: Path, **options: Any) -> None:
+    """Write documents that hide numbers in books and ask for them at the end: a source for `data plan`.
+
+    Each has exactly the length named, so that one of the target length fills a row.
+    """
+    from longrope2.console import say
+    from longrope2.data.recall import RecallConfig, write_recall
+    from longrope2.models import describe, load_tokenizer
+
+    write_recall(load_tokenizer(describe(model)), RecallConfig(**options), output)
+    say(f"wrote {output}")
+
+
+@cli.command()
+@model_argument
+@click.option("--factors", type=click.Path(path_type=Path), metavar="FILE", help="What `search` or `factors` wrote.")
+@click.option("--plan", type=click.Path(path_type=Path), metavar="FILE", help="What `data plan` wrote.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FOLDER")
+@click.option("--steps", type=int, metavar="N", help="Default: one epoch of the plan.")
+@click.option("--batch-rows", type=int, metavar="N", help="Rows of a step.  [default: 64, or all rows if fewer]")
+@click.option("--learning-rate", default=2e-5, show_default=True, help="The peak; a cosine brings it to zero.")
+@click.option("--warmup-steps", type=int, metavar="N", help="Default: a tenth of the steps, at most 10.")
+@click.option("--weight-decay", default=0.1, show_default=True, help="On matrices only.")
+@click.option("--gradient-clip", default=1.0, show_default=True, help="Largest norm of the gradient.")
+@click.option("--seed", default=0, show_default=True, help="Order of the rows; LoRA's first values.")
+@click.option(
+    "--window",
+    type=click.Choice(["mixed", "single"]),
+    default="mixed",
+    show_default=True,
+    help="single: short rows with the rescaled RoPE, too (the paper's ablation).",
+)
+@click.option(
+    "--long-row-mask",
+    type=click.Choice(["full", "document"]),
+    default="full",
+    show_default=True,
+    help="document: keep the documents of long rows apart, as the released code does.",
+)
+@click.option("--lora", type=int, metavar="RANK", help="Train low-rank additions, merged into the weights at the end.")
+@click.option("--freeze", multiple=True, metavar="PATTERN", help="Parameters to keep, e.g. '*mlp*'; may be repeated.")
+@click.option("--evaluate-every", default=0, show_default=True, metavar="N", help="Steps between needle tests.")
+@click.option("--evaluate-documents", default=6, show_default=True, help="Needle documents for each length.")
+@click.option("--books", metavar="SOURCE", help="Books around the needles; default: the package's.")
+@click.option("--save-every", default=100, show_default=True, metavar="N", help="Steps between checkpoints.")
+@click.option("--keep", default=2, show_default=True, help="Checkpoints that stay on disk.")
+@click.option(
+    "--save-dtype",
+    type=click.Choice(["bfloat16", "float16", "float32"]),
+    default="bfloat16",
+    show_default=True,
+    help="Of the finished model.",
+)
+@click.option("--sequence-parallel", default=1, show_default=True, help="Processes that share each row.")
+@click.option("--recompute/--no-recompute", default=None, help="Keep less, compute layers twice; default on GPUs.")
+@click.option("--compile", "compiled", is_flag=True, help="Fuse operations: faster on a GPU after the first steps.")
+@click.option("--cache", type=click.Path(path_type=Path), metavar="FOLDER", help="Where `data plan` keeps its tokens.")
+@click.option("--wandb", metavar="PROJECT", help="Also log to Weights & Biases.")
+@click.option("--estimate", is_flag=True, help="Only print the memory and time it would take.")
+@click.option("--gpus", default=1, show_default=True, help="For --estimate.")
+@click.option("--gpu", type=click.Choice(["h200", "h100", "a100"]), default="h200", help="For --estimate.")
+@click.option("--target-length", type=LENGTH, metavar="N", help="For --estimate without a plan.")
+@original_option
+@json_option
+def train(model: str, estimate: bool, gpus: int, gpu: str, target_length: int | None, **options: Any) -> None:
+    """Train a model with both RoPEs: the original on short rows, the rescaled on long ones.
+
+    FOLDER/model is then a plain transformers model with the extended window. Run it again after an interruption,
+    with the same options, and it goes on where it was. On several GPUs: torchrun --nproc-per-node 8 -m longrope2
+    train …
+    """
+    if estimate:
+        from longrope2.training.estimate import run_estimate
+
+        run_estimate(model, gpus=gpus, gpu=gpu, target_length=target_length, **options)
+        return
+    missing = [f"--{name}" for name in ("factors", "plan", "output") if options[name] is None]
+    if missing:
+        raise click.UsageError(f"missing: {', '.join(missing)}")
+    from longrope2.training.run import run_train
+
+    run_train(model, **options)
+
+
+@cli.command()
+@model_argument
+@click.option("--suite", "suites", type=NAMES, required=True, metavar="LIST", help="ruler, niah, …: see below.")
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), metavar="FOLDER")
+@click.option("--factors", "factors_file", type=click.Path(path_type=Path), metavar="FILE", help="Factors to use.")
+@click.option("--lengths", type=LENGTHS, metavar="LIST", help="E.g. 4k,8k; default: 4k up to the window.")
+@click.option("--samples", type=int, metavar="N", help="Per task and length (niah: per cell); default: the suite's.")
+@click.option("--tasks", type=NAMES, metavar="LIST", help="Only these tasks of the suites.")
+@click.option("--data", metavar="FOLDER", help="The benchmarks' own files: see docs/evaluation.md.")
+@click.option("--books", metavar="SOURCE", help="For niah and perplexity; default: the package's books.")
+@click.option("--chat", is_flag=True, help="Put prompts into the tokenizer's chat template.")
+@click.option("--seed", default=42, show_default=True)
+@click.option(
+    "--backend",
+    "backend_name",
+    type=click.Choice(["torch", "vllm"]),
+    default="torch",
+    show_default=True,
+    help="vllm: faster, one side of the switch for all lengths.",
+)
+@click.option("--switch-length", type=LENGTH, metavar="N", help="Use long factors above so many tokens.")
+@click.option("--beyond-window", is_flag=True, help="Accept lengths that the model is not made for.")
+@click.option("--batch-tokens", type=LENGTH, metavar="N", help="Tokens in a batch; default: by free memory.")
+@click.option("--cache", type=click.Path(path_type=Path), metavar="FOLDER", help="Where RULER's samples are kept.")
+@click.option("--name", metavar="NAME", help="Row label in `longrope2 compare`; default: the method.")
+@original_option
+@json_option
+def evaluate(model: str, output: Path, **options: Any) -> None:
+    """Measure a model.
+
+    Suites: ruler, niah (needle in a haystack), passkey, perplexity (of books), infinitebench, longbench, loft, and
+    short (any task of lm-evaluation-harness).
+
+    Run it again after an interruption, with the same options, and it goes on where it was. On several GPUs:
+    torchrun --nproc-per-node 8 -m longrope2 evaluate …
+    """
+    from longrope2.evaluation.run import run_evaluation
+
+    run_evaluation(model, output, **options)
+
+
+@cli.command()
+@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FOLDER", help="For markdown, JSON, figures.")
+@click.option("--base", metavar="NAME", help="The row that retention refers to; default: the one without factors.")
+@json_option
+def compare(runs: tuple[Path, ...], output: Path | None, base: str | None, as_json: bool) -> None:
+    """Put evaluations side by side, methods as rows; RUNS are folders of `longrope2 evaluate`."""
+    from longrope2.evaluation.compare import run_compare
+
+    run_compare(runs, output, base=base, as_json=as_json)
+
+
+@cli.command()
+@model_argument
+@click.option("--factors", type=click.Path(path_type=Path), metavar="FILE", help="Default: those the model carries.")
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), metavar="PLACE")
+@click.option(
+    "--profile",
+    type=click.Choice(["dual", "static-long"]),
+    default="dual",
+    show_default=True,
+    help="Original RoPE in short sequences, or rescaled RoPE in all: the same in every engine.",
+)
+@click.option(
+    "--format",
+    type=click.Choice(["huggingface", "gguf"]),
+    default="huggingface",
+    show_default=True,
+    help="A folder for transformers, vLLM, SGLang and mlx-lm, or a file for llama.cpp.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "float16", "bfloat16", "q8_0"]),
+    help="Default: as the model is stored. q8_0 is for GGUF.",
+)
+@click.option("--fold-temperature", is_flag=True, help="Into the weights, for engines that force their own.")
+@click.option("--results", type=click.Path(path_type=Path), metavar="FILE", help="JSON to show on the model card.")
+@click.option("--extend-again", is_flag=True, help="Replace the factors that the model carries.")
+@click.option("--force", is_flag=True, help="Replace an earlier export.")
+def export(model: str, output: Path, **options: Any) -> None:
+    """Write an extended model for the engines people serve with."""
+    from longrope2.export.run import export as run_export
+
+    run_export(model, output, **options)
+
+
+@cli.command()
+@click.argument("exported", type=click.Path(path_type=Path))
+@click.option(
+    "--engine",
+    "engines",
+    multiple=True,
+    metavar="NAME[=PYTHON]",
+    help="transformers, vllm, mlx or llama.cpp, in this or another environment; may be repeated. Default: all found.",
+)
+@json_option
+@click.pass_context
+def verify(context: click.Context, exported: Path, engines: tuple[str, ...], as_json: bool) -> None:
+    """Run an export in each engine, below and above the original window, and compare with our own forward.
+
+    EXPORTED is a folder or a .gguf file. The exit code is 1 if an engine answers wrongly.
+    """
+    from longrope2.export.verify import verify as run_verify
+
+    if not run_verify(exported, engines=engines, as_json=as_json):
+        context.exit(1)
+
+
+@cli.command()
+@click.argument("model", required=False)
+@target_option
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), metavar="FOLDER")
+@click.option("--config", metavar="RECIPE", help="TOML file, or the name of one of the package's recipes.")
+@click.option("--stages", type=NAMES, default="", metavar="LIST", help="E.g. search,evaluate; default: all.")
+@click.option("--cache", type=click.Path(path_type=Path), metavar="FOLDER", help="Where tokenised sources are kept.")
+@click.option("--dry-run", is_flag=True, help="Print what would be done, with time, memory and disk.")
+@json_option
+def extend(model: str | None, output: Path, **options: Any) -> None:
+    """Take a model to a longer window, from the search to a report.
+
+    Stages: search, data, train, evaluate, export, verify, report. MODEL defaults to the recipe's, or to tiny.
+
+    Run it again after an interruption and it goes on where it was; what is done is skipped, what other options decide
+    anew runs again. On several GPUs: torchrun --nproc-per-node 8 -m longrope2 extend …
+    """
+    from longrope2.pipeline.run import run_extend
+
+    run_extend(model, output, **options)
+
+
+@cli.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--open", "open_page", is_flag=True, help="Show it in a browser.")
+def report(run: Path, open_page: bool) -> None:
+    """Write the page of a run of `longrope2 extend`, finished or not, with figures and data beside it."""
+    from longrope2.report.run import run_report
+
+    run_report(run, open_page=open_page)
+
+
+@cli.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--once", is_flag=True, help="Print it once instead of following.")
+@click.option("--every", default=2.0, show_default=True, metavar="SECONDS", help="Between looks at the folder.")
+def watch(run: Path, once: bool, every: float) -> None:
+    """Show how far a run of `longrope2 extend` is, from its files alone."""
+    from longrope2.watching import run_watch
+
+    run_watch(run, once=once, every=every)
+
+
 def main() -> None:
     """Run the command line; anything the user can mend becomes one message and exit code 2."""
     try:
         sys.exit(cli.main(standalone_mode=False))
     except (click.Abort, KeyboardInterrupt):
-        click.echo("interrupted", err=True)
+        if is_main_process():
+            click.echo("interrupted", err=True)
         sys.exit(130)
     except click.ClickException as error:
+        wait_to_speak()
         error.show()
         sys.exit(error.exit_code)
     except LongRopeError as error:
-        click.secho("error: ", fg="red", bold=True, nl=False, err=True)
-        click.echo(str(error), err=True)
+        _tell(str(error))
         sys.exit(2)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        _tell(f"{error}\nhint: free some space and run the same command again")
+        sys.exit(2)
+
+
+def _tell(message: str) -> None:
+    click.secho(f"{wait_to_speak()}error: ", fg="red", bold=True, nl=False, err=True)
+    click.echo(message, err=True)

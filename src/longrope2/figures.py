@@ -118,6 +118,102 @@ def draw_convergence(history: Sequence[Mapping[str, Any]], path: Path) -> None:
         right.set_ylabel("critical dimension of the best")
 
 
+def draw_calibration(result: Mapping[str, Any], path: Path) -> None:
+    """Needle answers under the original and the long RoPE by length, and the switch length they recommend."""
+    points = result["points"]
+    lengths = [point["length"] for point in points]
+    colours = {"original": "black", "long": COLOURS["longrope2"]}
+    with figure(path, 1, 2, (10, 3.8)) as axes:
+        nll, exact = axes[0]
+        for side, colour in colours.items():
+            found = [point[side] for point in points]
+            errors = [value["nll_error"] for value in found]
+            means = [value["nll"] for value in found]
+            nll.errorbar(lengths, means, errors, fmt="o-", markersize=3, color=colour, label=f"{side} RoPE")
+            for key, line, what in (("exact", "o-", "all depths"), ("worst", "o:", "worst depth")):
+                shares = [value[key] for value in found]
+                exact.plot(lengths, shares, line, markersize=3, color=colour, label=f"{side}, {what}")
+        for axis in axes[0]:
+            axis.axvline(result["original_length"], color="grey", linewidth=0.9, linestyle="--", label="trained window")
+            axis.axvline(result["switch_length"], color=UNSEEN, linewidth=1.2, label="recommended switch")
+            same = {"color": UNSEEN, "alpha": 0.1, "linewidth": 0, "label": "as good within the error"}
+            axis.axvspan(result["as_good_from"], result["as_good_to"], **same)
+            axis.set_xlabel("tokens")
+            axis.legend(fontsize=8)
+        nll.set_ylabel("nats per answer token (± one standard error)")
+        exact.set_ylabel("share of exact answers")
+        exact.set_ylim(-0.03, 1.03)
+        nll.set_title(f"{result['model']}: where to switch")
+
+
+def draw_by_length(series: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, *, label: str) -> None:
+    """Scores by length with their intervals, a line for each method (the paper's RULER table as a figure)."""
+    with figure(path, 1, 1, (6, 4)) as axes:
+        axis = axes[0][0]
+        for name, scores in series.items():
+            ordered = sorted(scores, key=lambda score: score["length"])
+            lengths = [score["length"] for score in ordered]
+            means = [score["score"] for score in ordered]
+            reach = [
+                [score["score"] - score["low"] for score in ordered],
+                [score["high"] - score["score"] for score in ordered],
+            ]
+            axis.errorbar(lengths, means, reach, fmt="o-", capsize=3, markersize=4, label=name, color=COLOURS.get(name))
+        ticks = sorted({score["length"] for scores in series.values() for score in scores})
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(ticks, [length_label(length) for length in ticks])
+        axis.minorticks_off()
+        axis.set_ylim(-3, 103)
+        axis.set_xlabel("tokens")
+        axis.set_ylabel(label)
+        axis.legend(fontsize=8)
+
+
+def draw_heatmaps(grids: Mapping[str, Mapping[str, Any]], path: Path) -> None:
+    """Needle in a haystack as the paper draws it: depth by length, red to green, methods side by side."""
+    with figure(path, 1, len(grids), (1.5 + 4.2 * len(grids), 3.6)) as axes:
+        for axis, (name, grid) in zip(axes[0], grids.items(), strict=True):
+            scores = [[cell["score"] for cell in row] for row in grid["cells"]]
+            image = axis.imshow(scores, cmap="RdYlGn", vmin=0, vmax=100, aspect="auto")
+            axis.set_xticks(range(len(grid["lengths"])), [length_label(length) for length in grid["lengths"]])
+            axis.set_yticks(range(len(grid["depths"])), [f"{100 * depth:.0f}%" for depth in grid["depths"]])
+            axis.set_xlabel("tokens")
+            axis.set_title(name)
+            axis.grid(visible=False)
+            axis.set_xticks([edge + 0.5 for edge in range(len(grid["lengths"]) - 1)], minor=True)
+            axis.set_yticks([edge + 0.5 for edge in range(len(grid["depths"]) - 1)], minor=True)
+            axis.grid(which="minor", color="white", alpha=1.0, linewidth=0.8)
+            axis.tick_params(which="minor", length=0)
+        axes[0][0].set_ylabel("depth of the needle")
+        axes[0][0].figure.colorbar(image, ax=list(axes[0]), label="answers right (%)")
+
+
+def draw_losses(by_kind: Mapping[str, Sequence[tuple[int, float]]], path: Path) -> None:
+    """Loss by step, a line for each kind of row."""
+    colours = {"short": "black", "long": COLOURS["longrope2"]}
+    with figure(path, 1, 1, (6, 3.6)) as axes:
+        for kind, points in by_kind.items():
+            steps, losses = zip(*points, strict=True)
+            axes[0][0].plot(steps, losses, label=f"{kind} rows", color=colours.get(kind))
+        axes[0][0].set_xlabel("step")
+        axes[0][0].set_ylabel("loss (nats per token)")
+        axes[0][0].legend(fontsize=8)
+
+
+def draw_bars(values: Mapping[str, float], path: Path, *, label: str) -> None:
+    """Named values as bars, each with its number."""
+    with figure(path, 1, 1, (6, 0.8 + 0.4 * len(values))) as axes:
+        bars = axes[0][0].barh(list(values), list(values.values()), color=COLOURS["longrope2"])
+        axes[0][0].bar_label(bars, fmt="%.1f", fontsize=8, padding=2)
+        axes[0][0].invert_yaxis()
+        axes[0][0].set_xlabel(label)
+
+
+def length_label(length: int) -> str:
+    """128k rather than 131072."""
+    return f"{length >> 10}k" if length % 1024 == 0 else str(length)
+
+
 def _draw_factors(axis: Any, result: Mapping[str, Any]) -> None:
     """λ by dimension for each method, beside the bound of the theory."""
     styles = {"ntk-rcd": ("ntk", "--"), "yarn-rcd": ("yarn", "--")}

@@ -1,0 +1,195 @@
+"""Recall documents: books with sentences hidden in them, and at the end questions that only those sentences answer.
+
+Natural text rarely asks for what stood far away, so a model that is trained on nothing else may lose retrieval at
+lengths it has just reached. Each document has exactly the length asked for, so that one of the target length fills a
+row and needles and questions stay together.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from longrope2.books import Book, read_books
+from longrope2.console import ProgressLine
+from longrope2.data.marks import document_marks, plain_encoder
+from longrope2.errors import DataError, all_problems, below_minimum
+from longrope2.files import atomic_path
+from longrope2.needles import PAPER_TEMPLATE, NeedleTemplate, key_value
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TEMPLATES = (
+    PAPER_TEMPLATE,
+    NeedleTemplate(
+        instruction="",
+        needle="The number of {key} is {value}.",
+        question="What is the number of {key}?",
+        answer_prefix="The number of {key} is",
+    ),
+    NeedleTemplate(
+        instruction="Some codes are written in the text below. Keep them in mind.",
+        needle="Remember that the code of {key} is {value}.",
+        question="Which code does {key} have?",
+        answer_prefix="The code of {key} is",
+    ),
+)
+"""The paper's wording and others, so that the number is learned to be found, not one sentence."""
+SHARE = 4
+"""Needles and questions take at most one token in so many; a short document has fewer of them."""
+ATTEMPTS = 50
+REACH = 24
+"""Words to look ahead for the end of a sentence."""
+WORD = re.compile(r"\s*\S+")
+SENTENCE_END = re.compile(r"[.!?][\"'”’)]*$")
+
+Count = Callable[[str], int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecallConfig:
+    """What decides the documents, besides tokenizer and books."""
+
+    lengths: tuple[int, ...]
+    """Tokens of a document, BOS and EOS included."""
+    documents: int = 100
+    """Of each length."""
+    needles: int = 8
+    """Sentences hidden and asked for in a document, where there is room."""
+    books: str | None = None
+    """Where books come from; None: those of the package that are not held out."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        problems = below_minimum(self, documents=1, needles=1, seed=0)
+        if not self.lengths:
+            problems.append("no length is named")
+        problems += [f"lengths must be at least 64, got {length}" for length in self.lengths if length < 64]
+        if problems:
+            raise DataError(all_problems("recall documents", problems))
+
+
+def write_recall(tokenizer: "PreTrainedTokenizerBase", config: RecallConfig, path: Path) -> None:
+    """Write the documents as JSON lines, a source for `longrope2 data plan`; the same every time."""
+    books = list(read_books(config.books, held_out=False if config.books is None else None))
+    total = config.documents * len(config.lengths)
+    progress = ProgressLine(total, "recall documents")
+    with atomic_path(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+        for number, (title, text) in enumerate(recall_documents(tokenizer, books, config), start=1):
+            file.write(json.dumps({"title": title, "text": text}, ensure_ascii=False) + "\n")
+            progress.update(number)
+
+
+def recall_documents(
+    tokenizer: "PreTrainedTokenizerBase", books: Iterable[Book], config: RecallConfig
+) -> Iterator[tuple[str, str]]:
+    """Titles and texts; document k of a length is the same however many there are."""
+    shelf = list(books)
+    if not shelf:
+        raise DataError("no books to hide needles in", hint="name some with books = …")
+    encode = plain_encoder(tokenizer)
+    around = document_marks(tokenizer).size(0, ends=True)
+
+    def count(text: str) -> int:
+        return len(encode([text])[0])
+
+    for length in config.lengths:
+        maker = _Maker(books=shelf, count=count, tokens=length - around, needles=config.needles)
+        for number in range(config.documents):
+            yield maker.make(np.random.default_rng([config.seed, length, number]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Maker:
+    books: Sequence[Book]
+    count: Count
+    tokens: int
+    """Of a document, without BOS and EOS."""
+    needles: int
+
+    def make(self, rng: np.random.Generator) -> tuple[str, str]:
+        for _ in range(ATTEMPTS):
+            book = self.books[int(rng.integers(len(self.books)))]
+            start = int(rng.integers(max(1, len(book.text) - 8 * self.tokens)))
+            words = WORD.findall(book.text[start : start + 12 * self.tokens])[1:]  # the first one may be cut
+            document = self._fit(words, rng)
+            if document is not None:
+                return f"recall, {book.title}", document
+        raise DataError(
+            f"no recall document of {self.tokens:,} tokens could be made from {len(self.books)} books",
+            hint="give longer books, or ask for a shorter length",
+        )
+
+    def _fit(self, words: list[str], rng: np.random.Generator) -> str | None:
+        """A document of exactly the wanted length from the first of these words, if they can give one."""
+        template = TEMPLATES[int(rng.integers(len(TEMPLATES)))]
+        pairs = self._pairs(template, rng)
+        if pairs is None or any(key in " ".join(words) for key, _ in pairs):
+            return None
+        order = rng.permutation(len(pairs))
+        depths = rng.uniform(size=len(pairs)).tolist()
+        needles = [_filled(template.needle, key, value) for key, value in pairs]
+        questions = [_question(template, *pairs[index]) for index in order]
+
+        def text(used: int, rest: str = "") -> str:
+            """The document with so many words of the book, and a part of one more."""
+            body = _hide(needles, depths, words[:used])
+            parts = [template.instruction, "".join(body).strip() + rest, *questions]
+            return "\n".join(part for part in parts if part)
+
+        used = _most_words(lambda n: self.count(text(n)), len(words), self.tokens)
+        if used is None or used >= len(words):
+            return None
+        # A word more is too much: its first letters, until the length is met.
+        for end in range(len(words[used])):
+            document = text(used, words[used][:end])
+            if (found := self.count(document)) >= self.tokens:
+                return document if found == self.tokens else None
+        return None
+
+    def _pairs(self, template: NeedleTemplate, rng: np.random.Generator) -> list[tuple[str, str]] | None:
+        """Distinct keys with their values, as many as there is room for."""
+        drawn = dict(key_value(rng) for _ in range(self.needles))
+        pairs = list(drawn.items())
+        each = self.count(_filled(template.needle, *pairs[0]) + "\n" + _question(template, *pairs[0]))
+        room = self.tokens // (SHARE * each)
+        if not room and self.tokens < 2 * each:
+            return None
+        return pairs[: max(room, 1)]
+
+
+def _filled(sentence: str, key: str, value: str) -> str:
+    return sentence.replace("{key}", key).replace("{value}", value)
+
+
+def _question(template: NeedleTemplate, key: str, value: str) -> str:
+    return _filled(f"{template.question} {template.answer_prefix} ", key, value) + value
+
+
+def _hide(needles: Sequence[str], depths: Sequence[float], words: Sequence[str]) -> list[str]:
+    """The words with each needle at its depth, after a sentence where one ends nearby."""
+    places: dict[int, list[str]] = {}
+    for needle, depth in zip(needles, depths, strict=True):
+        wanted = int(depth * (len(words) + 1))
+        ends = (i for i in range(wanted, min(wanted + REACH, len(words))) if i and SENTENCE_END.search(words[i - 1]))
+        places.setdefault(next(ends, wanted), []).append(" " + needle)
+    body: list[str] = []
+    for index, word in enumerate([*words, ""]):
+        body += [*places.get(index, []), word]
+    return body
+
+
+def _most_words(count: Callable[[int], int], most: int, tokens: int) -> int | None:
+    """The most words with at most so many tokens; None if not even without any."""
+    low, high = 0, most
+    if count(0) > tokens:
+        return None
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if count(middle) <= tokens else (low, middle - 1)
+    return low

@@ -1,0 +1,163 @@
+"""The ledger of an extension: which steps are done, from what, and where in the run's folder their results lie."""
+
+import contextlib
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO, Any
+
+from longrope2.errors import LongRopeError
+from longrope2.files import write_json
+
+LEDGER = "pipeline.json"
+FORMAT, VERSION = "longrope2.pipeline", 1
+STAGES = ("search", "data", "train", "evaluate", "export", "verify", "report")
+FACTORS = "search/factors.json"
+SEARCH = "search/search.json"
+HISTORY = "search/history.jsonl"
+PLAN = "data/plan.jsonl"
+TRAIN = "train"
+TRAINED = "train/model"
+TRAINING_LOG = "train/log.jsonl"
+TRAINING_RECORD = "train/model/training.json"
+EVALUATE = "evaluate"
+EXPORT = "export"
+VERIFIED = "verify/verify.json"
+PAGE = "report/index.html"
+BASE, SEARCHED, AFTER_TRAINING = "base", "longrope2-factors-only", "longrope2"
+"""What evaluations are called besides the closed forms."""
+RUNNING, DONE = "running", "done"
+WHOLE_HASH = 64 << 20
+"""Bytes up to which a file is hashed whole; of larger ones samples must do."""
+SAMPLES, SAMPLE_BYTES = 64, 1 << 14
+
+
+class Ledger:
+    """pipeline.json: written before a step starts and after it ends, so that a kill leaves no doubt."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.content = read_ledger(folder) or {"format": FORMAT, "version": VERSION, "steps": {}}
+
+    @property
+    def steps(self) -> dict[str, dict[str, Any]]:
+        """Entry by step."""
+        entries: dict[str, dict[str, Any]] = self.content["steps"]
+        return entries
+
+    def describe(self, **facts: Any) -> None:
+        """Keep what holds for the whole run: model, recipe, versions."""
+        self.content |= facts
+        self._write()
+
+    def start(self, step: str, inputs: Mapping[str, Any]) -> None:
+        """A step begins, or goes on from the same inputs."""
+        before = self.steps.get(step, {})
+        resumed = before.get("fingerprint") == fingerprint(inputs) and before["state"] == RUNNING
+        self.steps[step] = {
+            "state": RUNNING,
+            "fingerprint": fingerprint(inputs),
+            "inputs": dict(inputs),
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            "sessions": before["sessions"] + 1 if resumed else 1,
+            "seconds": before["seconds"] if resumed else 0.0,
+        }
+        self._write()
+
+    def pause(self, step: str, seconds: float) -> None:
+        """A step was interrupted in a way that left time to say so."""
+        self.steps[step]["seconds"] += seconds
+        self._write()
+
+    def finish(self, step: str, outputs: Mapping[str, str], seconds: float) -> float:
+        """A step has ended well; returns the seconds of all its sessions, but for those that were killed."""
+        entry = self.steps[step]
+        entry |= {"state": DONE, "seconds": entry["seconds"] + seconds, "outputs": dict(outputs)}
+        self._write()
+        return float(entry["seconds"])
+
+    def is_done(self, step: str, wanted: str) -> bool:
+        """Whether a step has ended with these inputs."""
+        entry = self.steps.get(step)
+        return entry is not None and entry["state"] == DONE and entry["fingerprint"] == wanted
+
+    def damaged(self, step: str) -> list[str]:
+        """The outputs of a finished step that are missing or not as they were."""
+        outputs = self.steps[step]["outputs"]
+        return [name for name, digest in outputs.items() if output_digest(self.folder / name) != digest]
+
+    def _write(self) -> None:
+        write_json(self.folder / LEDGER, self.content)
+
+
+def read_ledger(folder: Path) -> dict[str, Any] | None:
+    """The content of a run's ledger; None where there is none."""
+    path = folder / LEDGER
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise LongRopeError(
+            f"{path}: cannot be read ({error})", hint="use another folder, or delete that file"
+        ) from error
+    if not isinstance(content, dict) or (content.get("format"), content.get("version")) != (FORMAT, VERSION):
+        raise LongRopeError(f"{path}: not the ledger of an extension of this version", hint="use another folder")
+    return content
+
+
+def fingerprint(value: Any) -> str:
+    """A hash of plain values."""
+    return "sha256:" + hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def output_digest(path: Path) -> str | None:
+    """What tells the content of a file or folder from any other; None if there is nothing."""
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.is_file())
+        return fingerprint([[file.relative_to(path).as_posix(), _file_digest(file)] for file in files])
+    return _file_digest(path) if path.is_file() else None
+
+
+def _file_digest(path: Path) -> str:
+    size = path.stat().st_size
+    with path.open("rb") as content:
+        if size <= WHOLE_HASH:
+            return hashlib.file_digest(content, "sha256").hexdigest()[:16]
+        digest = hashlib.sha256(str(size).encode())
+        for sample in range(SAMPLES):
+            content.seek((size - SAMPLE_BYTES) * sample // (SAMPLES - 1))
+            digest.update(content.read(SAMPLE_BYTES))
+    return digest.hexdigest()[:16]
+
+
+@contextlib.contextmanager
+def only_one(folder: Path) -> Iterator[None]:
+    """Keep a second process out of a run's folder; whatever ends this one, also a kill, lets the next in."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    with _open(folder / ".lock") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise LongRopeError(f"{folder}: another process is at work there", hint="wait for it to end") from error
+        yield
+
+
+def _open(path: Path) -> IO[str]:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("w")
+    except OSError as error:
+        raise LongRopeError(f"{path.parent}: cannot be written ({error.strerror})") from error
+
+
+def age(entry: Mapping[str, Any]) -> float:
+    """Seconds since a step was started."""
+    return time.time() - datetime.fromisoformat(entry["started"]).timestamp()

@@ -1,0 +1,274 @@
+"""What an extension would take, stage by stage, before it starts: from the model's shape and this machine's speed.
+
+Rough by intent: it tells minutes from days and whether a disk is large enough. Nothing but the configuration is read.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from longrope2 import ledger
+from longrope2.console import duration, show_table
+from longrope2.data.plan import read_plan
+from longrope2.data.plan_command import parse_tokens
+from longrope2.evaluation import book_perplexity, niah, passkey, ruler_suite
+from longrope2.evaluation.run import EvaluationConfig, lengths_for
+from longrope2.methods import METHODS
+from longrope2.pipeline.recipe import ExportOptions
+from longrope2.pipeline.steps import Setting, Step, search_config
+from longrope2.training.estimate import FLASH_BACKWARD, Work, assumed_work, estimate, planned_work
+from longrope2.training.gpus import GIB, known_gpu
+from longrope2.training.job import resolve
+from longrope2.training.shape import Shape, shape_of, skeleton
+
+STATE_BYTES = 12
+"""Of a trained parameter in a checkpoint: the float32 weight and Adam's two moments."""
+PRECISION_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "q8_0": 1.07}
+ACTIVATION_WIDTHS = 20
+"""What a forward without gradients holds at once for each token, in hidden widths (seen with an 8B model)."""
+COPY_RATE = 5e8
+"""Bytes a second to read, convert and write weights."""
+DECODING = 1.3
+"""Evaluations: reading prompts, and the answers."""
+OVERHEAD_SECONDS = {"search": 10.0, "data": 20.0, "train": 10.0, "evaluate": 5.0, "verify": 15.0, "report": 5.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What does the work."""
+
+    name: str
+    matmul: float
+    """FLOP/s of matrix products, and of attention below."""
+    attention: tuple[float, float]
+    """Forward and backward."""
+    bytes_per_value: int
+    on_gpu: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What a step takes; None where nobody can know yet."""
+
+    seconds: float | None
+    memory: float | None = None
+    """Bytes, of a GPU where there is one."""
+    disk: float | None = 0.0
+    note: str = ""
+
+
+def this_machine(head_dim: int) -> Machine:
+    """The GPU from what is known of it, anything else by trying."""
+    on_gpu = torch.cuda.is_available()
+    device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
+    name = torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads"
+    known = known_gpu(name) if on_gpu else None
+    if known:
+        forward, backward = (rate * 1e12 for rate in known.attention_rates(head_dim))
+        return Machine(
+            name=name, matmul=known.matmul * 1e12, attention=(forward, backward), bytes_per_value=2, on_gpu=True
+        )
+    rate = _measured_rate(torch.device(device), dtype)
+    # Half of what matrix products reach is what attention came to on the CPU this was tried on.
+    return Machine(
+        name=name, matmul=rate, attention=(rate / 2, rate / 2), bytes_per_value=dtype.itemsize, on_gpu=on_gpu
+    )
+
+
+def _measured_rate(device: torch.device, dtype: torch.dtype, size: int = 1024) -> float:
+    matrix = torch.rand(size, size, device=device, dtype=dtype)
+    fastest = float("inf")
+    for _ in range(5):
+        started = time.perf_counter()
+        (matrix @ matrix)[0, 0].item()  # waits for a GPU, too
+        fastest = min(fastest, time.perf_counter() - started)
+    return 2 * size**3 / fastest
+
+
+def forecast(setting: Setting, steps: Sequence[Step], reasons: Mapping[str, str]) -> dict[str, Any]:
+    """Time, memory and disk of each step that has to run, and why it has to."""
+    shape = shape_of(skeleton(setting.info), setting.info, lora=setting.recipe.train.get("lora"))
+    machine = this_machine(shape.head_dim)
+    rows = []
+    for step in steps:
+        needs = _needs(setting, step, shape, machine) if step.name in reasons else Needs(seconds=0.0)
+        rows.append(
+            {
+                "step": step.name,
+                "state": "to do" if step.name in reasons else "done",
+                "reason": reasons.get(step.name, ""),
+                "seconds": needs.seconds,
+                "memory_gib": None if needs.memory is None else needs.memory / GIB,
+                "disk_gib": None if needs.disk is None else needs.disk / GIB,
+                "note": needs.note,
+            }
+        )
+    return {"machine": machine.name, "matmul_tflops": machine.matmul / 1e12, "steps": rows}
+
+
+def _needs(setting: Setting, step: Step, shape: Shape, machine: Machine) -> Needs:
+    makers = {
+        "search": _search,
+        "data": _data,
+        "train": _train,
+        "evaluate": _evaluate,
+        "export": _export,
+        "verify": _verify,
+    }
+    if step.stage not in makers:
+        return Needs(seconds=OVERHEAD_SECONDS["report"], disk=2e6)
+    return makers[step.stage](setting, step, shape, machine)
+
+
+def _forward(shape: Shape, machine: Machine, tokens: int) -> float:
+    """Seconds to read one sequence."""
+    attention = shape.attention_flops(tokens, tokens * tokens // 2) / machine.attention[0]
+    return shape.linear_flops(tokens) / machine.matmul + attention
+
+
+def _reading_memory(shape: Shape, machine: Machine, tokens: int) -> float:
+    return machine.bytes_per_value * (shape.parameters + ACTIVATION_WIDTHS * shape.hidden * tokens)
+
+
+def _search(setting: Setting, _: Step, shape: Shape, machine: Machine) -> Needs:
+    config = search_config(setting.recipe)
+    plan, length = config.evolution, config.target_length
+    candidates = plan.population + plan.iterations * (plan.mutations + plan.crossovers)
+    evaluations = (candidates + len(METHODS)) * config.documents + (1 + len(METHODS)) * config.held_out
+    return Needs(
+        seconds=OVERHEAD_SECONDS["search"] + evaluations * _forward(shape, machine, length),
+        memory=_reading_memory(shape, machine, length),
+        disk=300.0 * evaluations,
+        note=f"at most {evaluations:,} documents of {length:,} tokens"
+        + ("; racing mostly saves half or more" if plan.race == "statistical" else ""),
+    )
+
+
+def _planned_rows(setting: Setting) -> int | None:
+    """Rows of the plan, where the recipe says so."""
+    plan = setting.recipe.plan
+    if "rows" in plan:
+        return int(plan["rows"])
+    return parse_tokens(plan["tokens"]) // setting.recipe.target_length if "tokens" in plan else None
+
+
+def _data(setting: Setting, _: Step, shape: Shape, machine: Machine) -> Needs:
+    rows = _planned_rows(setting)
+    tokens = None if rows is None else rows * setting.recipe.target_length
+    return Needs(
+        seconds=None if tokens is None else OVERHEAD_SECONDS["data"] + tokens / 1e6,
+        disk=None if tokens is None else 4.0 * tokens,
+        note="at least, in the cache of tokenised sources; more where sources hold more than is used"
+        if tokens
+        else "as much as the sources have",
+    )
+
+
+def _work(setting: Setting) -> tuple[Work | None, dict[str, Any]]:
+    """What training has to go through, from the plan if there is one, and the resolved options."""
+    recipe, path = setting.recipe, setting.folder / ledger.PLAN
+    plan = read_plan(path) if path.exists() else None
+    rows = len(plan) if plan else _planned_rows(setting)
+    if rows is None and "steps" not in recipe.train:
+        return None, recipe.train
+    config = resolve(rows, groups=1, **recipe.train)
+    batch, steps = config.train.batch_rows, config.train.steps
+    if plan:
+        return planned_work(plan, rows=batch, steps=steps, long_row_mask=config.long_row_mask), recipe.train
+    original = setting.info.rope.original_length
+    return assumed_work(
+        original_length=original, target_length=recipe.target_length, rows=batch, steps=steps
+    ), recipe.train
+
+
+def _train(setting: Setting, _: Step, shape: Shape, machine: Machine) -> Needs:
+    work, options = _work(setting)
+    saved = PRECISION_BYTES[options.get("save_dtype", "bfloat16")] * shape.parameters
+    disk = STATE_BYTES * shape.trained * (options.get("keep", 2) + 1) + saved
+    if work is None or work.steps is None:
+        return Needs(seconds=None, disk=disk, note="known once the data are planned")
+    recompute = options.get("recompute", machine.on_gpu)
+    parallel = options.get("sequence_parallel", 1)
+    # Memory does not depend on the kind of GPU.
+    memory = estimate(shape, work, gpus=1, gpu="h200", sequence_parallel=parallel, recompute=recompute)["memory_gib"]
+    wider = machine.bytes_per_value / 2  # counted for bfloat16
+    held = sum(size * (wider if "activations" in name else 1) for name, size in memory.items())
+    passes = 2 + shape.trained_share + bool(recompute)
+    attention = shape.attention_flops(work.tokens, work.attended)
+    forward, backward = machine.attention
+    seconds = shape.linear_flops(work.tokens) * passes / machine.matmul
+    seconds += attention / forward + FLASH_BACKWARD * attention / backward
+    return Needs(
+        seconds=OVERHEAD_SECONDS["train"] + work.steps * seconds,
+        memory=held * GIB,
+        disk=disk,
+        note=f"{work.steps:,} steps of {work.tokens:,} tokens, on one device",
+    )
+
+
+def _evaluate(setting: Setting, step: Step, shape: Shape, machine: Machine) -> Needs:
+    options = {name: value for name, value in step.options.items() if name != "stamps"}
+    config = EvaluationConfig(**{**options, "beyond_window": True})
+    lengths = lengths_for(config, setting.recipe.target_length)
+    counts = {
+        "niah": (config.samples or niah.RUNS) * len(niah.DEPTHS),
+        "passkey": config.samples or passkey.COUNT,
+        "ruler": (config.samples or ruler_suite.COUNT) * len(config.tasks_of("ruler")),
+        "perplexity": 0,
+    }
+    unknown = [suite for suite in config.suites if suite not in counts]
+    prompts = sum(counts.get(suite, 0) for suite in config.suites)
+    seconds = DECODING * sum(prompts * _forward(shape, machine, length) for length in lengths)
+    if "perplexity" in config.suites:
+        books, longest = config.samples or book_perplexity.DOCUMENTS, lengths[0]
+        # A sliding window reads every token twice.
+        seconds += sum(2 * books * longest / length * _forward(shape, machine, length) for length in lengths)
+    return Needs(
+        seconds=OVERHEAD_SECONDS["evaluate"] + seconds,
+        memory=_reading_memory(shape, machine, lengths[0]),
+        disk=1000.0 * prompts * len(lengths),
+        note=f"without {', '.join(unknown)}" if unknown else "",
+    )
+
+
+def _export(setting: Setting, _: Step, shape: Shape, machine: Machine) -> Needs:
+    options = ExportOptions(**setting.recipe.export)
+    size = PRECISION_BYTES[options.dtype or "bfloat16"] * shape.parameters * len(options.formats)
+    return Needs(seconds=2 + 2 * size / COPY_RATE, memory=None, disk=size)
+
+
+def _verify(setting: Setting, _: Step, shape: Shape, machine: Machine) -> Needs:
+    memory = 4.0 * shape.parameters
+    return Needs(
+        seconds=OVERHEAD_SECONDS["verify"] + 2 * memory / COPY_RATE,
+        memory=memory,
+        note="for each engine that is installed",
+    )
+
+
+def show(setting: Setting, plans: Mapping[str, Any]) -> None:
+    """Print a forecast."""
+    rows = [
+        [
+            step["step"],
+            step["state"],
+            "?" if step["seconds"] is None else duration(step["seconds"]),
+            "-" if step["memory_gib"] is None else f"{step['memory_gib']:,.1f}",
+            "?" if step["disk_gib"] is None else f"{step['disk_gib']:,.2f}",
+            step["note"] if step["state"] == "to do" else "",
+        ]
+        for step in plans["steps"]
+    ]
+    known = [step["seconds"] for step in plans["steps"] if step["seconds"] is not None]
+    more = "" if len(known) == len(rows) else " and what is not known yet"
+    recipe = setting.recipe
+    show_table(
+        f"{recipe.model}, {setting.info.rope.original_length:,} → {recipe.target_length:,} tokens, in {setting.folder}",
+        ["step", "state", "time", "memory GiB", "disk GiB", "note"],
+        rows,
+        caption=f"together {duration(sum(known))}{more} on one {plans['machine']} "
+        f"({plans['matmul_tflops']:,.3g} TFLOP/s in matrix products); estimates",
+    )

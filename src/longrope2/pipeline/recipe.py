@@ -1,0 +1,234 @@
+"""A recipe: everything that decides an extension, in one TOML file; some come with the package."""
+
+import difflib
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from importlib import resources
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from longrope2.data.buckets import Bucket
+from longrope2.data.plan_command import PLAN_KEYS
+from longrope2.data.recall import RecallConfig
+from longrope2.data.sources import Source
+from longrope2.errors import LongRopeError, all_problems
+from longrope2.evaluation.run import EvaluationConfig
+from longrope2.export.config import Profile
+from longrope2.export.engines import Format
+from longrope2.methods import METHODS
+from longrope2.models import TINY
+from longrope2.search.evolution import EvolutionConfig
+from longrope2.search.run import SearchConfig
+from longrope2.training.job import RunConfig
+from longrope2.training.loop import TrainConfig
+
+DEFAULT_PRESET = "tiny-laptop"
+"""The recipe of the model that comes with the package."""
+Table = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """The table [export]."""
+
+    profile: Profile = "dual"
+    formats: tuple[Format, ...] = ("huggingface",)
+    dtype: str | None = None
+    fold_temperature: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions:
+    """The table [verify]."""
+
+    engines: tuple[str, ...] = ()
+    """Names, or NAME=PYTHON; none means all that are installed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What to do with which model; tables hold what the file says, and defaults are those of each command."""
+
+    model: str = TINY
+    target_length: int
+    original_length: int | None = None
+    extend_again: bool = False
+    """Accept a model that was extended before."""
+    methods: tuple[str, ...] = ("pi", "ntk", "yarn")
+    """Closed forms to compare with."""
+    description: str = ""
+    search: Table = field(default_factory=dict)
+    plan: Table = field(default_factory=dict)
+    source: tuple[Table, ...] = ()
+    bucket: tuple[Table, ...] = ()
+    recall: Table | None = None
+    """Makes recall documents, which are then the source `recall`."""
+    train: Table = field(default_factory=dict)
+    evaluate: tuple[Table, ...] = ()
+    export: Table = field(default_factory=dict)
+    verify: Table = field(default_factory=dict)
+
+
+def _hints(*kinds: type, without: Sequence[str] = (), **more: Any) -> dict[str, Any]:
+    """Names and types of a table's keys, from the dataclasses it is for."""
+    found = {name: hint for kind in kinds for name, hint in get_type_hints(kind).items()}
+    return {name: hint for name, hint in {**found, **more}.items() if name not in without}
+
+
+def table_keys() -> dict[str, dict[str, Any]]:
+    """The keys of each table with their types: the options of the command of that stage."""
+    return {
+        "search": _hints(SearchConfig, EvolutionConfig, without=("target_length", "evolution"), tensor_parallel=int),
+        "plan": {
+            name: Union[kind] if isinstance(kind, tuple) else kind  # noqa: UP007 - a tuple of types
+            for name, kind in PLAN_KEYS.items()
+            if name not in ("target_length", "original_length")
+        },
+        "source": _hints(Source, cut=int | tuple[int, ...]),
+        "bucket": _hints(Bucket),
+        "recall": _hints(RecallConfig),
+        "train": _hints(RunConfig, TrainConfig, without=("train",)),
+        "evaluate": _hints(EvaluationConfig, without=("beyond_window",)),
+        "export": _hints(ExportOptions),
+        "verify": _hints(VerifyOptions),
+    }
+
+
+def read_recipe(name: str | Path | None, *, model: str | None = None, target_length: int | None = None) -> Recipe:
+    """A recipe by file or preset name; `model` and `target_length` replace its own.
+
+    Without a name it is the preset of the tiny model, or each command's defaults for any other model.
+    """
+    if name is None and model in (None, TINY):
+        name = DEFAULT_PRESET
+    values: Table = {}
+    if name is not None:
+        where, text, folder = _find(name)
+        try:
+            values = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise LongRopeError(
+                f"{where}: not valid TOML ({error})", hint="see docs/extend.md for an example"
+            ) from error
+        values = _checked(values, where)
+        values["source"] = tuple(_beside(folder, source) for source in values.get("source", ()))
+    given = {"model": model, "target_length": target_length}
+    values |= {key: value for key, value in given.items() if value is not None}
+    if "target_length" not in values:
+        raise LongRopeError("the target length is missing", hint="say --target-length, e.g. 128k")
+    return Recipe(**values)
+
+
+def presets() -> dict[str, str]:
+    """Names and texts of the recipes in the package."""
+    folder = resources.files("longrope2") / "recipes"
+    files = sorted((file for file in folder.iterdir() if file.name.endswith(".toml")), key=lambda file: file.name)
+    return {file.name.removesuffix(".toml"): file.read_text(encoding="utf-8") for file in files}
+
+
+def _find(name: str | Path) -> tuple[str, str, Path | None]:
+    """What to call a recipe, its text, and the folder its paths are relative to."""
+    path = Path(name)
+    if path.is_file():
+        try:
+            return str(path), path.read_text(encoding="utf-8"), path.parent
+        except (OSError, UnicodeDecodeError) as error:
+            raise LongRopeError(f"{path}: cannot be read ({error})") from error
+    known = presets()
+    if str(name) in known:
+        return f"recipe {name}", known[str(name)], None
+    near = difflib.get_close_matches(str(name), known, n=1)
+    guess = f"did you mean '{near[0]}'? " if near else ""
+    raise LongRopeError(
+        f"{name}: neither a file nor a recipe of the package", hint=f"{guess}there are {', '.join(known)}"
+    )
+
+
+def _beside(folder: Path | None, source: Table) -> Table:
+    """A source whose path is looked for beside the recipe first."""
+    path = Path(source["path"]).expanduser()
+    if folder is None or path.is_absolute() or not (folder / path).exists():
+        return source
+    return {**source, "path": str((folder / path).absolute()), "name": source.get("name") or source["path"]}
+
+
+def _checked(values: Table, where: str) -> Table:
+    """The file's content with lists as tuples; every wrong key and value is named at once."""
+    top = _hints(Recipe)
+    tables = table_keys()
+    problems = [f"unknown key {key!r}" for key in values if key not in top]
+    checked: Table = {}
+    for key, value in values.items():
+        if key not in top:
+            continue
+        hint = Table if key in tables and not _is_list(key) else top[key]
+        checked[key] = _as_tuples(value)
+        if not conforms(checked[key], hint):
+            problems.append(f"{key} must be {_in_words(key, hint)}, got {value!r}")
+            continue
+        for number, table in enumerate(checked[key] if _is_list(key) else [checked[key]] if key in tables else []):
+            subject = f"{key} {number + 1}" if _is_list(key) else key
+            problems += _wrong_entries(subject, table, tables[key])
+    problems += [f"method {name!r} is not known" for name in checked.get("methods", ()) if name not in METHODS]
+    problems += [
+        f"source {number}: path is missing" for number, table in enumerate(checked.get("source", ()), 1)
+        if isinstance(table, dict) and "path" not in table
+    ]  # fmt: skip
+    if problems:
+        known = ", ".join(f.name for f in fields(Recipe))
+        raise LongRopeError(all_problems(where, problems), hint=f"a recipe knows {known}; see docs/extend.md")
+    return checked
+
+
+def _is_list(key: str) -> bool:
+    return key in ("source", "bucket", "evaluate")
+
+
+def _wrong_entries(subject: str, table: Table, hints: Mapping[str, Any]) -> list[str]:
+    problems = []
+    for name, value in table.items():
+        if name not in hints:
+            near = difflib.get_close_matches(name, hints, n=1)
+            problems.append(f"{subject}: unknown key {name!r}" + (f", did you mean {near[0]!r}?" if near else ""))
+        elif not conforms(value, hints[name]):
+            problems.append(f"{subject}: {name} must not be {value!r}")
+    return problems
+
+
+def conforms(value: Any, hint: Any) -> bool:
+    """Whether a value from a TOML file is what a dataclass field is declared to hold."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return True
+    if origin in (Union, UnionType):
+        return any(conforms(value, part) for part in parts)
+    if origin is Literal:
+        return value in parts
+    if origin is tuple:
+        if not isinstance(value, tuple):
+            return False
+        if parts[-1] is Ellipsis:
+            return all(conforms(item, parts[0]) for item in value)
+        return len(value) == len(parts) and all(map(conforms, value, parts))
+    if origin is dict:
+        return isinstance(value, dict)
+    if hint in (float, int):
+        # True is an int in Python, but not here; a whole number may stand for a real one.
+        return isinstance(value, (int, float) if hint is float else int) and not isinstance(value, bool)
+    return value is None if hint is NoneType else isinstance(value, hint)
+
+
+def _as_tuples(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(_as_tuples(item) for item in value)
+    if isinstance(value, dict):
+        return {key: _as_tuples(item) for key, item in value.items()}
+    return value
+
+
+def _in_words(key: str, hint: Any) -> str:
+    if _is_list(key):
+        return f"a list of tables ([[{key}]])"
+    return f"a table ([{key}])" if hint == Table else getattr(hint, "__name__", str(hint))

@@ -1,0 +1,259 @@
+"""`longrope2 extend`: every step that is not done yet, in order; run it again and it goes on where it was."""
+
+import contextlib
+import gc
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from longrope2 import ledger
+from longrope2.console import duration, say, show_json, show_table, warn
+from longrope2.distributed import world
+from longrope2.errors import LongRopeError
+from longrope2.evaluation.suites import chosen
+from longrope2.files import package_versions
+from longrope2.ledger import STAGES, Ledger, fingerprint, only_one
+from longrope2.models import describe
+from longrope2.pipeline.recipe import read_recipe
+from longrope2.pipeline.steps import Setting, Step, make_steps, plan_is_usable
+from longrope2.report.gather import gather
+from longrope2.report.summary import summarise
+
+EARLIER = "earlier"
+"""Where results go that other options have replaced."""
+
+
+def extend(
+    model: str | None = None,
+    output: str | Path = "run",
+    *,
+    target_length: int | None = None,
+    config: str | Path | None = None,
+    stages: Sequence[str] = (),
+    cache: Path | None = None,
+) -> dict[str, Any]:
+    """Take a model from its window to a longer one, into the folder `output`; returns what was measured.
+
+    `config` is a recipe, a file or a name; `stages` are those to run, all if none is named. What is done and
+    unchanged is skipped, what was interrupted goes on.
+    """
+    job = Job(model, Path(output), target_length=target_length, config=config, stages=stages, cache=cache)
+    job.run()
+    return {**summarise(gather(job.folder)).to_json(), "report": str(job.folder / ledger.PAGE)}
+
+
+def run_extend(model: str | None, output: Path, *, dry_run: bool, as_json: bool, **options: Any) -> None:
+    """`longrope2 extend`: run, or print what would be done."""
+    job = Job(model, output, **options)
+    if dry_run:
+        from longrope2.pipeline.forecast import forecast, show
+
+        plans = forecast(job.setting, job.steps, job.reasons())
+        show_json(plans) if as_json else show(job.setting, plans)
+        return
+    job.run()
+    if not _is_main():
+        return
+    summary, page = summarise(gather(output)), output / ledger.PAGE
+    if as_json:
+        show_json({**summary.to_json(), "report": str(page) if page.exists() else None})
+        return
+    if summary.rows:
+        show_table(summary.title, summary.columns, summary.rows, caption=summary.caption)
+    if page.exists():
+        print(f"report: {page}")
+
+
+class Job:
+    """An extension that has been checked and may start: nothing is loaded or written before `run`."""
+
+    def __init__(
+        self,
+        model: str | None,
+        folder: Path,
+        *,
+        target_length: int | None,
+        config: str | Path | None,
+        stages: Sequence[str],
+        cache: Path | None,
+    ) -> None:
+        self.folder = folder
+        recipe = read_recipe(config, model=model, target_length=target_length)
+        info = describe(recipe.model, original_length=recipe.original_length)
+        info.refuse_rescaled(extend_again=recipe.extend_again)
+        self.setting = Setting(folder=folder, recipe=recipe, info=info, cache=cache)
+        self._wanted = chosen("stage", stages, STAGES) or list(STAGES)
+        # What earlier runs have done belongs to this one, too.
+        done = [name for name, entry in Ledger(folder).steps.items() if entry["state"] == ledger.DONE]
+        self._steps = make_steps(self.setting, {*self._wanted, *(name.partition("/")[0] for name in done)})
+        self._inputs = self._all_inputs()
+
+    @property
+    def steps(self) -> list[Step]:
+        """Those of the stages asked for."""
+        return [step for step in self._steps if step.stage in self._wanted]
+
+    def reasons(self) -> dict[str, str]:
+        """Why each step has to run; those that are done and unchanged are left out."""
+        book = Ledger(self.folder)
+        found: dict[str, str] = {}
+        for step in self.steps:
+            entry, inputs = book.steps.get(step.name), self._inputs[step.name]
+            if entry is None:
+                found[step.name] = "not done yet"
+            elif entry["fingerprint"] != fingerprint(inputs):
+                found[step.name] = _differences(entry["inputs"], inputs)
+            elif entry["state"] != ledger.DONE:
+                found[step.name] = "interrupted"
+            elif damaged := book.damaged(step.name):
+                found[step.name] = f"missing or changed: {', '.join(damaged)}"
+            elif step.name == "data" and not plan_is_usable(self.setting):
+                found[step.name] = "its tokenised sources are no longer in the cache"
+        return found
+
+    def run(self) -> None:
+        """Do what is not done."""
+        is_main = _is_main()
+        with contextlib.ExitStack() as stack:
+            # Tables of single stages are progress here; stdout belongs to the result.
+            stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+            if is_main:
+                stack.enter_context(only_one(self.folder))
+                Ledger(self.folder).describe(
+                    model=self.setting.info.name,
+                    revision=self.setting.info.revision,
+                    target_length=self.setting.recipe.target_length,
+                    recipe=_plain(asdict(self.setting.recipe)),
+                    versions=package_versions("torch", "transformers"),
+                    planned=[step.name for step in self._steps],
+                )
+            reasons = _agree(self.reasons() if is_main else {})
+            for step in self.steps:
+                if step.name in reasons:
+                    self._do(step, reasons[step.name], is_main=is_main)
+                elif is_main:
+                    say(f"{step.name}: done before")
+
+    def _do(self, step: Step, reason: str, *, is_main: bool) -> None:
+        inputs = self._inputs[step.name]
+        if is_main:
+            self._require_needs(step)
+            _make_room(self.folder, step, inputs, reason)
+            say(f"── {step.name}")
+            Ledger(self.folder).start(step.name, inputs)
+        started = time.monotonic()
+        try:
+            if is_main or step.together:
+                step.work()
+        except BaseException:
+            if is_main:
+                Ledger(self.folder).pause(step.name, time.monotonic() - started)
+            raise
+        gc.collect()  # the next model needs the memory of this one
+        if is_main:
+            outputs = {name: _digest(self.folder / name) for name in step.outputs}
+            seconds = Ledger(self.folder).finish(step.name, outputs, time.monotonic() - started)
+            say(f"{step.name}: done in {duration(seconds)}")
+        _agree(None)  # nobody reads what is not written yet
+
+    def _all_inputs(self) -> dict[str, dict[str, Any]]:
+        """What decides the result of each step, the results it needs included."""
+        identity = self.setting.identity
+        found: dict[str, dict[str, Any]] = {}
+        for step in self._steps:
+            needed = {name: fingerprint(found[name]) for name in step.needs if name in found}
+            found[step.name] = _plain({"model": identity, "options": dict(step.options), "needs": needed})
+        return found
+
+    def _require_needs(self, step: Step) -> None:
+        """Refuse a step whose needs were left out and are not there from before."""
+        book = Ledger(self.folder)
+        missing = [
+            name
+            for name in step.needs
+            if not (name in self._inputs and book.is_done(name, fingerprint(self._inputs[name])))
+        ]
+        if missing:
+            stages = list(dict.fromkeys(name.partition("/")[0] for name in missing))
+            raise LongRopeError(
+                f"{step.name} needs {' and '.join(stages)}, not done yet with these options",
+                hint=f"run that, too: --stages {','.join([*stages, step.stage])}",
+            )
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Which inputs are others than before."""
+    parts: list[str] = []
+    for group in ("model", "options", "needs"):
+        old, new = before[group], now[group]
+        changed = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+        if group == "needs":
+            parts += [f"{', '.join(changed)} changed"] if changed else []
+        else:
+            parts += [_shortened(f"{name} {old.get(name)} → {new.get(name)}") for name in changed]
+    return "; ".join(parts)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 80 else text[:79] + "…"
+
+
+def _make_room(folder: Path, step: Step, inputs: Mapping[str, Any], reason: str) -> None:
+    """Set aside what other inputs gave, or what is damaged; an interrupted step keeps what it has."""
+    entry, place = Ledger(folder).steps.get(step.name), folder / step.name
+    if step.replaces:
+        return
+    if entry is None:
+        if place.exists() and any(place.iterdir()):
+            raise LongRopeError(
+                f"{place} holds something that this run did not make", hint="use another folder, or move it away"
+            )
+    elif entry["fingerprint"] != fingerprint(inputs):
+        aside = _set_aside(folder, place, step.name, entry["fingerprint"])
+        kept = f"; the earlier result is kept in {aside}" if aside else ""
+        warn(f"{step.name} runs again ({reason}){kept}")
+    else:
+        say(f"{step.name} goes on ({reason})")
+        if entry["state"] == ledger.DONE:
+            for name in Ledger(folder).damaged(step.name):
+                _set_aside(folder, folder / name, name, entry["fingerprint"])
+
+
+def _set_aside(folder: Path, place: Path, name: str, made_from: str) -> Path | None:
+    """Move a result out of the way without losing it."""
+    if not place.exists():
+        return None
+    wanted = folder / EARLIER / f"{name.replace('/', '-')}-{made_from.removeprefix('sha256:')[:8]}"
+    aside, number = wanted, 1
+    while aside.exists():
+        number += 1
+        aside = wanted.with_name(f"{wanted.name}-{number}")
+    aside.parent.mkdir(exist_ok=True)
+    place.rename(aside)
+    return aside
+
+
+def _agree(value: Any) -> Any:
+    """The main process's value, once every process has come here."""
+    with world() as here:
+        return here.gather_all(value)[0]
+
+
+def _is_main() -> bool:
+    with world() as here:
+        return here.is_main
+
+
+def _digest(path: Path) -> str:
+    digest = ledger.output_digest(path)
+    assert digest is not None, path
+    return digest
+
+
+def _plain(value: Any) -> Any:
+    """As the ledger gives it back: tuples have become lists."""
+    return json.loads(json.dumps(value))

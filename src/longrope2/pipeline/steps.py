@@ -1,0 +1,348 @@
+"""The steps of an extension: what each one does, what decides its result, and what it leaves behind."""
+
+import json
+from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from longrope2 import ledger
+from longrope2.console import warn
+from longrope2.data.plan import read_plan
+from longrope2.data.plan_command import run_plan
+from longrope2.data.recall import RecallConfig, write_recall
+from longrope2.distributed import world
+from longrope2.errors import LongRopeError
+from longrope2.evaluation.run import run_evaluation
+from longrope2.export.reference import Reference
+from longrope2.export.run import export
+from longrope2.export.verify import FAILED, WRONG, findings
+from longrope2.figures import length_label
+from longrope2.files import write_json, write_text
+from longrope2.models import ModelInfo, load, load_tokenizer, rescale_model, weights_fingerprint
+from longrope2.pipeline.recipe import ExportOptions, Recipe, VerifyOptions
+from longrope2.report.gather import gather
+from longrope2.report.run import write_report
+from longrope2.report.summary import summarise
+from longrope2.search.evolution import EvolutionConfig
+from longrope2.search.run import SearchConfig, check, search
+from longrope2.training.job import ELASTIC
+from longrope2.training.run import run_train
+
+RECALL = "recall"
+"""The path of a source that stands for the documents of [recall]."""
+EVERY_LENGTH = 1
+"""Switch length of closed forms: as published, they have one RoPE for all lengths."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What all steps share."""
+
+    folder: Path
+    recipe: Recipe
+    info: ModelInfo
+    cache: Path | None
+    """Where tokenised sources are kept."""
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What tells the model and the task from others."""
+        return {
+            "weights": weights_fingerprint(self.info),
+            "original_length": self.info.rope.original_length,
+            "target_length": self.recipe.target_length,
+            "extend_again": self.recipe.extend_again,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One piece of work."""
+
+    name: str
+    """Its stage, and for one of several in it a path below."""
+    needs: tuple[str, ...]
+    """Steps whose results it reads."""
+    options: Mapping[str, Any]
+    """What decides its result, besides the model and what it needs."""
+    outputs: tuple[str, ...]
+    """Files or folders that are there when it is done."""
+    work: Callable[[], None]
+    together: bool = False
+    """Whether every process takes part, or the main one alone."""
+    replaces: bool = False
+    """Whether it simply writes over what it made before: cheap, and made from what is kept."""
+
+    @property
+    def stage(self) -> str:
+        """The stage it belongs to."""
+        return self.name.partition("/")[0]
+
+
+def make_steps(setting: Setting, present: Container[str]) -> list[Step]:
+    """The steps of the stages that are part of a run, in order.
+
+    Without training the model itself is exported with the factors found.
+    """
+    trains = "train" in present
+    everything = [_search_step(setting)] if "search" in present else []
+    if "data" in present:
+        everything.append(_data_step(setting))
+    if trains:
+        everything.append(_train_step(setting))
+    evaluations = list(_evaluate_steps(setting, trains=trains)) if "evaluate" in present else []
+    everything += evaluations
+    exporting = _export_step(setting, "train" if trains else "search", tuple(step.name for step in evaluations))
+    if "export" in present:
+        everything.append(exporting)
+    if "verify" in present:
+        everything.append(
+            Step(
+                name="verify",
+                needs=("export",),
+                options=asdict(VerifyOptions(**setting.recipe.verify)),
+                outputs=(ledger.VERIFIED,),
+                work=partial(_verify, setting, exporting.outputs),
+            )
+        )
+    if "report" in present:
+        everything.append(
+            Step(
+                name="report",
+                needs=tuple(step.name for step in everything),
+                options={},
+                outputs=(ledger.PAGE,),
+                work=partial(_report, setting),
+                replaces=True,
+            )
+        )
+    return everything
+
+
+def search_config(recipe: Recipe) -> SearchConfig:
+    """The configuration of the table [search]."""
+    values = {name: value for name, value in recipe.search.items() if name != "tensor_parallel"}
+    schedule = {f.name: values.pop(f.name) for f in fields(EvolutionConfig) if f.name in values}
+    if values.get("method") == "longrope":
+        values.setdefault("objective", "plain")
+    return SearchConfig(target_length=recipe.target_length, evolution=EvolutionConfig(**schedule), **values)
+
+
+def _search_step(setting: Setting) -> Step:
+    config = search_config(setting.recipe)
+    check(config, setting.info.rope)
+
+    def work() -> None:
+        tensor_parallel = setting.recipe.search.get("tensor_parallel", 1)
+        with world(group_size=tensor_parallel) as here:
+            loaded = load(setting.info, device=here.device(), tensor_parallel=tensor_parallel)
+            search(loaded, config, setting.folder / "search", here)
+
+    options = {**asdict(config), "books_stamp": stamp(config.books)}
+    outputs = (ledger.FACTORS, ledger.SEARCH)
+    return Step(name="search", needs=(), options=options, outputs=outputs, work=work, together=True)
+
+
+def _data_step(setting: Setting) -> Step:
+    recipe = setting.recipe
+    asked = [source for source in recipe.source if source["path"] == RECALL]
+    if bool(asked) != (recipe.recall is not None):
+        raise LongRopeError(
+            'the table [recall] and a source with path = "recall" go together, and one of them is missing',
+            hint="see docs/extend.md",
+        )
+    if not recipe.source:
+        raise LongRopeError(
+            "no source of documents to train on",
+            hint="name them in a recipe (--config FILE, [[source]]), or leave training out: --stages search,evaluate,…",
+        )
+    options: dict[str, Any] = {
+        "plan": recipe.plan,
+        "source": list(recipe.source),
+        "bucket": list(recipe.bucket),
+        "recall": recipe.recall,
+        "stamps": [stamp(source["path"]) for source in recipe.source],
+        "recall_stamp": stamp((recipe.recall or {}).get("books")),
+    }
+    work = partial(_make_data, setting)
+    return Step(name="data", needs=(), options=options, outputs=(ledger.PLAN,), work=work)
+
+
+def _make_data(setting: Setting) -> None:
+    recipe, folder = setting.recipe, setting.folder / "data"
+    sources = []
+    for source in recipe.source:
+        if source["path"] == RECALL:
+            path = folder / "recall.jsonl"
+            write_recall(load_tokenizer(setting.info), RecallConfig(**(recipe.recall or {})), path)
+            source = {"name": RECALL, **source, "path": str(path.absolute())}
+        sources.append(source)
+    mix = folder / "mix.toml"  # what `longrope2 data plan --config` takes
+    write_text(mix, _toml({"plan": recipe.plan, "source": sources, "bucket": list(recipe.bucket)}))
+    run_plan(
+        setting.info.name,
+        setting.folder / ledger.PLAN,
+        config=mix,
+        cache=setting.cache,
+        target_length=recipe.target_length,
+        original_length=recipe.original_length,
+    )
+
+
+def _train_step(setting: Setting) -> Step:
+    recipe = setting.recipe
+
+    def work() -> None:
+        run_train(
+            setting.info.name,
+            factors=setting.folder / ledger.FACTORS,
+            plan=setting.folder / ledger.PLAN,
+            output=setting.folder / ledger.TRAIN,
+            original_length=recipe.original_length,
+            cache=setting.cache,
+            **recipe.train,
+        )
+
+    options = {name: value for name, value in recipe.train.items() if name not in ELASTIC}
+    return Step(
+        name="train",
+        needs=("search", "data"),
+        options=options,
+        outputs=(ledger.TRAINED,),
+        work=work,
+        together=True,
+    )
+
+
+def _evaluate_steps(setting: Setting, *, trains: bool) -> Iterator[Step]:
+    recipe = setting.recipe
+    needs = {ledger.SEARCHED: ("search",), ledger.AFTER_TRAINING: ("train",)}
+    methods = [ledger.BASE, *recipe.methods, ledger.SEARCHED, *([ledger.AFTER_TRAINING] if trains else [])]
+    tables: dict[str, Mapping[str, Any]] = {}
+    for number, table in enumerate(recipe.evaluate, 1):
+        name = "+".join(table.get("suites", ())) or "nothing"
+        tables[f"{name}-{number}" if name in tables else name] = table
+    for method in methods:
+        for name, options in tables.items():
+            place = f"{ledger.EVALUATE}/{method}/{name}"
+            yield Step(
+                name=place,
+                needs=needs.get(method, ()),
+                options={**options, "stamps": [stamp(options.get(key)) for key in ("data", "books")]},
+                outputs=(f"{place}/results.json",),
+                work=partial(_evaluate, setting, method, setting.folder / place, options),
+                together=True,
+            )
+
+
+def _evaluate(setting: Setting, method: str, output: Path, table: Mapping[str, Any]) -> None:
+    """One method with one set of suites: the base as it is, closed forms as published, LongRoPE2 with its switch."""
+    recipe, model = setting.recipe, setting.info.name
+    factors: Path | None = None
+    switch_length: int | None = None
+    if method == ledger.SEARCHED:
+        factors = setting.folder / ledger.FACTORS
+    elif method == ledger.AFTER_TRAINING:
+        model = str(setting.folder / ledger.TRAINED)
+    elif method != ledger.BASE:
+        factors, switch_length = output / "factors.json", EVERY_LENGTH
+        with world() as here:
+            if here.is_main:
+                made = rescale_model(setting.info, method, recipe.target_length, extend_again=recipe.extend_again)
+                made.save(factors)
+            here.gather_all(None)
+    run_evaluation(
+        model,
+        output,
+        factors_file=factors,
+        original_length=None if method == ledger.AFTER_TRAINING else recipe.original_length,
+        switch_length=switch_length,
+        backend_name="torch",
+        name=method,
+        cache=setting.folder / ledger.EVALUATE / "samples",
+        as_json=False,
+        beyond_window=method == ledger.BASE,
+        **table,
+    )
+
+
+def _export_step(setting: Setting, model: str, evaluations: tuple[str, ...]) -> Step:
+    options = ExportOptions(**setting.recipe.export)
+    name = f"{Path(setting.recipe.model).name}-{length_label(setting.recipe.target_length)}"
+    outputs = {format: f"{ledger.EXPORT}/{name}{'.gguf' if format == 'gguf' else ''}" for format in options.formats}
+
+    def work() -> None:
+        trained = model == "train"
+        results = setting.folder / ledger.EXPORT / "results.json"
+        write_json(results, summarise(gather(setting.folder)).to_json())
+        for format, place in outputs.items():
+            export(
+                str(setting.folder / ledger.TRAINED) if trained else setting.info.name,
+                setting.folder / place,
+                factors=None if trained else setting.folder / ledger.FACTORS,
+                profile=options.profile,
+                format=format,
+                dtype=options.dtype,
+                fold_temperature=options.fold_temperature,
+                results=results if evaluations else None,
+                extend_again=setting.recipe.extend_again,
+                force=True,  # what is there was left by an interruption, or set aside before
+            )
+
+    return Step(
+        name="export",
+        needs=(model, *evaluations),
+        options=asdict(options),
+        outputs=tuple(outputs.values()),
+        work=work,
+    )
+
+
+def _verify(setting: Setting, exported: tuple[str, ...]) -> None:
+    """Keep what the engines answered; a wrong answer is told, and does not undo what was made."""
+    engines = VerifyOptions(**setting.recipe.verify).engines
+    found = {}
+    for place in exported:
+        found[place] = [asdict(finding) for finding in findings(Reference(setting.folder / place), engines)]
+    write_json(setting.folder / ledger.VERIFIED, found)
+    for place, lines in found.items():
+        for finding in lines:
+            if finding["verdict"] in (WRONG, FAILED):
+                warn(f"{place} in {finding['engine']}, {finding['mode']}: {finding['verdict']}. {finding['note']}")
+
+
+def _report(setting: Setting) -> None:
+    write_report(setting.folder)
+
+
+def plan_is_usable(setting: Setting) -> bool:
+    """Whether the tokenised sources of the plan are still in the cache."""
+    from longrope2.data.corpus import open_corpus
+
+    try:
+        for key in read_plan(setting.folder / ledger.PLAN).corpus_keys:
+            open_corpus(key, setting.cache)
+    except LongRopeError:
+        return False
+    return True
+
+
+def stamp(path: str | None) -> str | None:
+    """Names, sizes and times of local files, which tell when they change; None for what is not a local path."""
+    if not path or not Path(path).expanduser().exists():
+        return None
+    place = Path(path).expanduser()
+    files = sorted(file for file in place.rglob("*") if file.is_file()) if place.is_dir() else [place]
+    return ledger.fingerprint([[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files])
+
+
+def _toml(tables: Mapping[str, Any]) -> str:
+    """Tables and lists of tables of plain values, as text; JSON writes those values just as TOML does."""
+    lines: list[str] = []
+    for name, value in tables.items():
+        heading, parts = (f"[[{name}]]", value) if isinstance(value, list) else (f"[{name}]", [value])
+        for table in parts:
+            lines += [heading, *(f"{key} = {json.dumps(item, ensure_ascii=False)}" for key, item in table.items()), ""]
+    return "\n".join(lines)

@@ -1,0 +1,123 @@
+"""The table that says whether it worked: methods as rows, scores by length, and what is left in the own window."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from longrope2 import ledger
+from longrope2.evaluation.compare import retention
+from longrope2.evaluation.results import AVERAGE
+from longrope2.evaluation.table import TITLES
+from longrope2.figures import length_label
+
+BY_LENGTH = ("niah", "ruler", "passkey")
+SHORT_HEADS = {"niah": "needles", "ruler": "RULER", "passkey": "pass key"}
+NAMES = {
+    ledger.BASE: "original",
+    ledger.SEARCHED: "LongRoPE2, factors only",
+    ledger.AFTER_TRAINING: "LongRoPE2, trained",
+    "pi": "PI",
+    "ntk": "NTK",
+    "yarn": "YaRN",
+    "ntk-rcd": "NTK-rcd",
+    "yarn-rcd": "YaRN-rcd",
+}
+Score = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """The table, and the same as values."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[str]]
+    caption: str
+    methods: dict[str, dict[str, Any]]
+    """For each method: `by_length`, `short_perplexity`, `perplexity_retention`, `short_retention` where measured."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As values."""
+        return {"title": self.title, "methods": self.methods}
+
+
+def label(method: str) -> str:
+    """A method as people call it."""
+    return NAMES.get(method, method)
+
+
+def summarise(data: Mapping[str, Any]) -> Summary:
+    """The summary of a gathered run; empty rows where nothing was evaluated."""
+    scores: Mapping[str, Sequence[Score]] = data["scores"]
+    original = _original_length(data)
+    methods: dict[str, dict[str, Any]] = {name: {} for name in scores}
+    for name, own in scores.items():
+        by_suite = {suite: by_length(own, suite) for suite in BY_LENGTH}
+        methods[name]["by_length"] = {suite: values for suite, values in by_suite.items() if values}
+        methods[name]["short_perplexity"] = short_perplexity(own, original)
+    base = methods.get(ledger.BASE, {}).get("short_perplexity")
+    kept = retention(scores, ledger.BASE) if ledger.BASE in scores else {}
+    for name, found in methods.items():
+        own_perplexity = found["short_perplexity"]
+        found["perplexity_retention"] = 100 * (base / own_perplexity) if base and own_perplexity else None
+        found["short_retention"] = kept.get(name)
+    return _table(data, methods)
+
+
+def by_length(scores: Sequence[Score], suite: str) -> dict[str, float]:
+    """The score of a suite by length, the average where it has several tasks."""
+    own = [score for score in scores if score["suite"] == suite]
+    averages = [score for score in own if score["task"] == AVERAGE]
+    return {str(score["length"]): score["score"] for score in sorted(averages or own, key=lambda s: s["length"])}
+
+
+def short_perplexity(scores: Sequence[Score], original_length: int) -> float | None:
+    """Of books within the own window: the longest length measured there, through a sliding window if there is one."""
+    own = [s for s in scores if s["suite"] == "perplexity" and s["length"] <= original_length and s["score"]]
+    best = max(own, key=lambda s: (s["length"], s["task"] == "sliding"), default=None)
+    return None if best is None else best["score"]
+
+
+def _original_length(data: Mapping[str, Any]) -> int:
+    factors = data["factors"]
+    return factors["original_length"] if factors else data["target_length"]
+
+
+def _table(data: Mapping[str, Any], methods: dict[str, dict[str, Any]]) -> Summary:
+    places = list(
+        dict.fromkeys(
+            (suite, length)
+            for found in methods.values()
+            for suite, values in found["by_length"].items()
+            for length in values
+        )
+    )
+    extra = {"short_perplexity": "short PPL", "perplexity_retention": "kept", "short_retention": "short tasks kept"}
+    shown = [name for name in extra if any(found[name] is not None for found in methods.values())]
+    rows = []
+    for name, found in methods.items():
+        row = [label(name)]
+        row += [_percent(found["by_length"].get(suite, {}).get(length)) for suite, length in places]
+        for key in shown:
+            row.append(_number(found[key]) if key == "short_perplexity" else _percent(found[key]))
+        rows.append(row)
+    suites = ", ".join(dict.fromkeys(TITLES[suite] for suite, _ in places))
+    caption = f"{suites}: share of right answers by length" if suites else ""
+    if "short_perplexity" in shown:
+        caption += "; short PPL: perplexity of books within the own window, kept: that of the original over it"
+    return Summary(
+        title=f"{data['model']}, {_original_length(data):,} → {data['target_length']:,} tokens",
+        columns=["", *(f"{SHORT_HEADS[suite]} {length_label(int(length))}" for suite, length in places),
+                 *(extra[name] for name in shown)],
+        rows=rows,
+        caption=caption.strip("; "),
+        methods=methods,
+    )  # fmt: skip
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}%"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"

@@ -1,0 +1,204 @@
+"""`longrope2 watch`: how far a run is, read from its files alone, so that it works on any run and disturbs none."""
+
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from longrope2 import ledger
+from longrope2.console import duration
+from longrope2.errors import LongRopeError
+from longrope2.training.progress import read_log
+
+RECENT = 20
+"""Steps whose mean time tells when training will end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """One stage as it stands."""
+
+    stage: str
+    state: str
+    """done, running, interrupted, or waiting"""
+    seconds: float | None
+    left: float | None
+    """Seconds until it ends, where that can be told."""
+    text: str
+
+
+def look(folder: Path) -> list[View]:
+    """Every stage of a run, in order."""
+    book = ledger.read_ledger(folder)
+    if book is None:
+        raise LongRopeError(f"{folder}: no run of `longrope2 extend` there", hint="give the folder named with -o")
+    at_work = _is_at_work(folder)
+    return [_view(folder, book, stage, at_work=at_work) for stage in _stages(book)]
+
+
+def _stages(book: Mapping[str, Any]) -> list[str]:
+    present = {name.partition("/")[0] for name in (*book["planned"], *book["steps"])}
+    return [stage for stage in ledger.STAGES if stage in present]
+
+
+def _view(folder: Path, book: Mapping[str, Any], stage: str, *, at_work: bool) -> View:
+    planned = [name for name in book["planned"] if name.partition("/")[0] == stage]
+    entries = {name: entry for name, entry in book["steps"].items() if name.partition("/")[0] == stage}
+    running = [name for name, entry in entries.items() if entry["state"] == ledger.RUNNING]
+    done = len(entries) - len(running)
+    seconds = sum(entry["seconds"] for entry in entries.values()) if entries else None
+    left, text = None, ""
+    if running:
+        state = "running" if at_work else "interrupted"
+        name = running[0]
+        elapsed = ledger.age(entries[name]) if at_work else 0.0
+        seconds = (seconds or 0.0) + elapsed
+        left, text = _progress(folder, stage, name, elapsed)
+        left = left if at_work else None
+    elif done and done >= len(planned):
+        state = "done"
+        text = _result(folder, stage)
+    else:
+        state = "waiting"
+    if len(planned) > 1:
+        text = f"{done} of {len(planned)}" + (f"; {text}" if text else "")
+    return View(stage=stage, state=state, seconds=seconds, left=left, text=text)
+
+
+def _progress(folder: Path, stage: str, name: str, elapsed: float) -> tuple[float | None, str]:
+    """Seconds left and what there is to tell of a step that is not done."""
+    if stage == "search":
+        return _searching(folder / ledger.HISTORY, elapsed)
+    if stage == "train":
+        return _training(folder)
+    if stage == "evaluate":
+        answers = sum(1 for line in _lines(folder / name / "generations.jsonl") if line.get("type") != "header")
+        return None, f"{name.partition('/')[2]}: {answers:,} answers"
+    return None, ""
+
+
+def _result(folder: Path, stage: str) -> str:
+    if stage == "search":
+        return _searching(folder / ledger.HISTORY, 0.0)[1]
+    if stage == "train":
+        return _training(folder)[1]
+    return str(folder / ledger.PAGE) if stage == "report" else ""
+
+
+def _searching(path: Path, elapsed: float) -> tuple[float | None, str]:
+    """From the journal: the iteration that is under way, and the best candidate scored on every document."""
+    header: dict[str, Any] = {}
+    nll: dict[str, dict[int, float]] = {}
+    tokens: dict[str, int] = {}
+    iteration, evaluations = 0, 0
+    for line in _lines(path):
+        if line["type"] == "header":
+            header = line
+        elif line["type"] == "candidate":
+            iteration = max(iteration, line["iteration"])
+        elif line["type"] == "evaluation":
+            evaluations += 1
+            value = math.inf if line["nll"] is None else line["nll"]
+            nll.setdefault(line["key"], {})[line["document"]] = value
+            tokens[line["key"]] = tokens.get(line["key"], 0) + line["tokens"]
+    if not header:
+        return None, ""
+    documents = range(header["config"]["documents"])
+    whole = {key: found for key, found in nll.items() if all(document in found for document in documents)}
+    totals = {
+        key: sum(found[d] for d in documents) * len(found) / tokens[key] / len(documents)
+        for key, found in whole.items()
+    }
+    best = min(totals.values(), default=None)
+    iterations = header["config"]["evolution"]["iterations"]
+    text = f"iteration {iteration} of {iterations}, {evaluations:,} evaluations"
+    if best is not None and best < 700:
+        text += f", best perplexity {math.exp(best):.4f}"
+    left = elapsed / iteration * (iterations + 1 - iteration) if iteration and elapsed else None
+    return left, text
+
+
+def _training(folder: Path) -> tuple[float | None, str]:
+    log = [line for line in read_log(folder / ledger.TRAINING_LOG) if "loss" in line]
+    try:
+        settings = json.loads((folder / ledger.TRAIN / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None, ""
+    steps = settings["config"]["train"]["steps"]
+    if not log:
+        return None, f"step 0 of {steps}"
+    last, recent = log[-1], log[-RECENT:]
+    kinds = ", ".join(f"{kind} {last[f'loss_{kind}']:.3f}" for kind in ("short", "long") if f"loss_{kind}" in last)
+    text = f"step {last['step']} of {steps}, loss {last['loss']:.3f} ({kinds})"
+    if "memory_gib" in last:
+        text += f", {last['memory_gib']:.1f} GiB of GPU memory"
+    left = sum(line["seconds"] for line in recent) / len(recent) * (steps - last["step"])
+    return left, text
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole lines of a journal that somebody may be writing to."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(entry, dict) and "type" in entry:
+                yield entry
+
+
+def _is_at_work(folder: Path) -> bool:
+    try:
+        with ledger.only_one(folder):
+            return False
+    except LongRopeError:
+        return True
+
+
+def run_watch(folder: Path, *, once: bool, every: float) -> None:
+    """`longrope2 watch`: print the view, or keep it up to date until everything is done."""
+    from rich.console import Console
+    from rich.live import Live
+
+    if every <= 0:
+        raise LongRopeError(f"--every must be positive, got {every}")
+    views = look(folder)
+    console = Console(highlight=False)
+    if once:
+        if not console.is_terminal:
+            console = Console(highlight=False, width=160)
+        console.print(_table(folder, views))
+        return
+    try:
+        with Live(_table(folder, views), console=console, auto_refresh=False) as live:
+            while any(view.state == "running" for view in views):
+                time.sleep(every)
+                views = look(folder)
+                live.update(_table(folder, views), refresh=True)
+    except KeyboardInterrupt:
+        return  # the usual way to leave
+
+
+def _table(folder: Path, views: list[View]) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    colours = {"done": "green", "running": "cyan", "interrupted": "yellow", "waiting": "dim"}
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=folder.name, title_justify="left")
+    for column, justify in (("stage", "left"), ("state", "left"), ("time", "right"), ("left", "right"), ("", "left")):
+        table.add_column(column, justify=justify)  # type: ignore[arg-type]
+    for view in views:
+        table.add_row(
+            view.stage,
+            f"[{colours[view.state]}]{view.state}[/]",
+            "" if view.seconds is None else duration(view.seconds),
+            "" if view.left is None or view.state == "done" else duration(view.left),
+            view.text,
+        )
+    return table

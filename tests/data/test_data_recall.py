@@ -1,0 +1,104 @@
+"""Recall documents: exact lengths, questions that the text answers, and the same ones every time."""
+
+import json
+import re
+
+import pytest
+
+from longrope2.books import Book, read_books
+from longrope2.cli import cli
+from longrope2.data.corpus import tokenise
+from longrope2.data.marks import document_marks
+from longrope2.data.recall import RecallConfig, recall_documents, write_recall
+from longrope2.data.sources import Source
+from longrope2.errors import DataError
+from longrope2.models import describe, load_tokenizer
+
+ANSWER = re.compile(r"([a-z]+-[a-z]+)(?: mentioned in the provided text)? is (\d{7})$")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(describe("tiny"))
+
+
+@pytest.fixture(scope="module")
+def books():
+    return list(read_books(held_out=False, limit=2))
+
+
+@pytest.mark.parametrize("length", [128, 256, 1024])
+def test_they_have_exactly_the_length_asked_for_in_the_corpus(tokenizer, books, length, tmp_path):
+    config = RecallConfig(lengths=(length,), documents=4, needles=3)
+    path = tmp_path / "recall.jsonl"
+    path.write_text("".join(json.dumps({"text": t}) + "\n" for _, t in recall_documents(tokenizer, books, config)))
+    corpus = tokenise(Source(path=str(path)), tokenizer, tmp_path / "cache")
+    marks = document_marks(tokenizer)
+    assert [marks.size(int(tokens), ends=True) for tokens in corpus.lengths] == [length] * 4
+
+
+def test_every_question_is_answered_once_in_the_text(tokenizer, books):
+    for _, text in recall_documents(tokenizer, books, RecallConfig(lengths=(1024,), documents=6, needles=4)):
+        questions = [line for line in text.splitlines() if ANSWER.search(line)]
+        assert 1 < len(questions) <= 4
+        answers = dict(ANSWER.search(line).groups() for line in questions)
+        assert len(answers) == len(questions)
+        body = text[: text.index(questions[0])]
+        for key, value in answers.items():
+            assert len(re.findall(rf"{key} is:? {value}\.", body)) == 1
+            assert text.count(value) == 2
+        assert text.endswith(questions[-1])
+
+
+def test_needles_stand_at_all_depths(tokenizer, books):
+    places = []
+    for _, text in recall_documents(tokenizer, books, RecallConfig(lengths=(1024,), documents=20, needles=4)):
+        places += [match.start() / len(text) for match in re.finditer(r"[a-z]+-[a-z]+ is:? \d{7}\.", text)]
+    assert min(places) < 0.15
+    assert max(places) > 0.6
+    assert 0.25 < sum(places) / len(places) < 0.55  # questions take the end
+
+
+def test_a_short_document_has_fewer_needles(tokenizer, books):
+    (_, text), *_ = recall_documents(tokenizer, books, RecallConfig(lengths=(256,), documents=1, needles=8))
+    assert len(ANSWER.findall(text)) == 1
+
+
+def test_documents_do_not_depend_on_how_many_there_are(tokenizer, books):
+    few = list(recall_documents(tokenizer, books, RecallConfig(lengths=(256,), documents=2)))
+    more = list(recall_documents(tokenizer, books, RecallConfig(lengths=(128, 256), documents=3)))
+    assert more[3:5] == few
+    other = list(recall_documents(tokenizer, books, RecallConfig(lengths=(256,), documents=2, seed=1)))
+    assert not set(other) & set(few)
+
+
+def test_the_command_writes_a_source(tmp_path):
+    output = tmp_path / "recall.jsonl"
+    arguments = ["data", "recall", "tiny", "--lengths", "256", "--documents", "2", "-o", str(output)]
+    cli.main(arguments, standalone_mode=False)
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    assert len(rows) == 2
+    assert rows[0]["title"].startswith("recall, ")
+    write_recall(load_tokenizer(describe("tiny")), RecallConfig(lengths=(256,), documents=2), tmp_path / "again.jsonl")
+    assert (tmp_path / "again.jsonl").read_bytes() == output.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lengths": ()}, "no length is named"),
+        ({"lengths": (32,)}, "lengths must be at least 64, got 32"),
+        ({"lengths": (256,), "documents": 0, "needles": 0}, "2 problems"),
+    ],
+)
+def test_wrong_options_are_named(options, message):
+    with pytest.raises(DataError, match=message):
+        RecallConfig(**options)
+
+
+def test_books_that_are_too_short_or_missing_are_refused(tokenizer):
+    config = RecallConfig(lengths=(1024,), documents=1)
+    with pytest.raises(DataError, match="no recall document of 1,022 tokens could be made from 1 books"):
+        list(recall_documents(tokenizer, [Book(title="a", text="A few words. " * 9, source="a")], config))
+    with pytest.raises(DataError, match="no books"):
+        list(recall_documents(tokenizer, [], config))

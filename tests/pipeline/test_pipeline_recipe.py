@@ -1,0 +1,154 @@
+"""Recipes: the presets are whole and the paper's, and a wrong one is refused with everything that is wrong."""
+
+from pathlib import Path
+
+import pytest
+
+from longrope2.data.buckets import Bucket, PlanConfig
+from longrope2.data.plan_command import parse_tokens
+from longrope2.data.recall import RecallConfig
+from longrope2.errors import LongRopeError
+from longrope2.evaluation.run import EvaluationConfig
+from longrope2.pipeline.recipe import conforms, presets, read_recipe
+from longrope2.pipeline.steps import search_config
+from longrope2.training.job import resolve
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def test_the_folder_recipes_has_what_the_package_has():
+    assert {path.stem: path.read_text() for path in (ROOT / "recipes").glob("*.toml")} == presets()
+
+
+@pytest.mark.parametrize("name", sorted(presets()))
+def test_presets_resolve(name):
+    """Every table is what its command accepts, and buckets fit the trained window."""
+    recipe = read_recipe(name)
+    assert search_config(recipe).problems() == []
+    windows = {"tiny-laptop": 256, "phi3-mini-128k": 2048}
+    original = windows.get(name, 8192)
+    assert recipe.original_length in (None, original)
+    buckets = [Bucket(**{"above": 0, **table}) for table in recipe.bucket]
+    chained = [
+        Bucket(**{**table, "above": before})
+        for table, before in zip(recipe.bucket, [0, *(b.up_to for b in buckets)], strict=False)
+    ]
+    settings = {key: value for key, value in recipe.plan.items() if key != "tokens"}
+    PlanConfig(target_length=recipe.target_length, original_length=original, buckets=tuple(chained), **settings)
+    named = {bucket.name for bucket in chained}
+    assert all(set(source.get("buckets", ())) <= named for source in recipe.source)
+    for table in recipe.evaluate:
+        EvaluationConfig(**table)
+    if recipe.recall:
+        config = RecallConfig(**recipe.recall)
+        # A document of the target length fills a row of its own bucket, so that it is never cut.
+        assert recipe.target_length in config.lengths
+        assert chained[-1].up_to == recipe.target_length
+        assert chained[-2].up_to == recipe.target_length - 1
+    assert resolve(640, groups=1, **recipe.train).problems() == []
+
+
+@pytest.mark.parametrize("name", ["llama3-8b-128k", "phi3-mini-128k"])
+def test_paper_recipes_are_the_papers(name):
+    """Appendix, section 4.1 and table 1: the tokens of each source and of each range of lengths."""
+    recipe = read_recipe(name)
+    config = search_config(recipe)
+    schedule = config.evolution
+    assert (schedule.population, schedule.iterations, config.mutation_probability) == (64, 40, 0.3)
+    assert (config.documents, config.space, config.depth, config.objective) == (10, "paper", 0.0, "needle")
+    assert (recipe.train["batch_rows"], recipe.train["learning_rate"]) == (64, 2e-5)
+    assert recipe.target_length == 131072
+    total = parse_tokens(recipe.plan["tokens"])
+    quotas = {bucket["name"]: bucket["quota"] for bucket in recipe.bucket}
+    in_bucket = {name: total * quota / sum(quotas.values()) for name, quota in quotas.items()}
+    assert list(in_bucket.values()) == [3e9, 3e9, 4e9]
+    tokens = dict.fromkeys((source["name"] for source in recipe.source), 0.0)
+    for bucket, share in in_bucket.items():
+        serving = [source for source in recipe.source if bucket in source.get("buckets", quotas)]
+        for source in serving:
+            tokens[source["name"]] += share * source["weight"] / sum(other["weight"] for other in serving)
+    expected = {"RedPajama-v1": 4.5e9, "RedPajama-v2": 2.5e9, "StarCoder": 2e9, "FineWeb-Edu": 1e9}
+    assert tokens == pytest.approx(expected)
+
+
+def test_arguments_replace_what_the_recipe_says():
+    assert read_recipe(None).model == "tiny"
+    assert read_recipe("llama3-8b-128k", model="mine", target_length=65536).model == "mine"
+    bare = read_recipe(None, model="some/model", target_length=1 << 17)
+    assert (bare.model, bare.search, bare.source) == ("some/model", {}, ())
+    with pytest.raises(LongRopeError, match="the target length is missing"):
+        read_recipe(None, model="some/model")
+
+
+def test_a_path_is_looked_for_beside_the_recipe(tmp_path, monkeypatch):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "r.toml").write_text('target_length = 512\n[[source]]\npath = "texts"\n[[source]]\npath = "books"\n')
+    monkeypatch.chdir("/")
+    sources = read_recipe(tmp_path / "r.toml").source
+    assert sources == ({"path": str(tmp_path / "texts"), "name": "texts"}, {"path": "books"})
+
+
+WRONG = """
+target_length = "far"
+colour = 1
+methods = ["yarm"]
+evaluate = 3
+[search]
+popualtion = 3
+documents = "ten"
+[train]
+learning_rate = true
+lora = 1.5
+[[source]]
+weight = 2
+[[bucket]]
+up_to = "8k"
+[export]
+formats = ["onnx"]
+"""
+
+
+def test_everything_that_is_wrong_is_named(tmp_path):
+    (tmp_path / "r.toml").write_text(WRONG)
+    with pytest.raises(LongRopeError) as caught:
+        read_recipe(tmp_path / "r.toml")
+    message = str(caught.value)
+    for part in (
+        "unknown key 'colour'",
+        "target_length must be int, got 'far'",
+        "evaluate must be a list of tables ([[evaluate]]), got 3",
+        "search: unknown key 'popualtion', did you mean 'population'?",
+        "search: documents must not be 'ten'",
+        "train: learning_rate must not be True",
+        "train: lora must not be 1.5",
+        "source 1: path is missing",
+        "bucket 1: up_to must not be '8k'",
+        "export: formats must not be ('onnx',)",
+        "method 'yarm' is not known",
+    ):
+        assert part in message
+
+
+def test_unreadable_recipes(tmp_path):
+    with pytest.raises(LongRopeError, match="did you mean 'tiny-laptop'"):
+        read_recipe("tiny-laptp")
+    (tmp_path / "r.toml").write_text("a = ")
+    with pytest.raises(LongRopeError, match="not valid TOML"):
+        read_recipe(tmp_path / "r.toml")
+    (tmp_path / "r.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(LongRopeError, match="cannot be read"):
+        read_recipe(tmp_path / "r.toml")
+
+
+@pytest.mark.parametrize(
+    ("value", "hint", "expected"),
+    [
+        (3, int, True), (True, int, False), (3, float, True), (True, float, False), (3.5, int, False),
+        (None, int | None, True), ("a", int | None, False), ((1, 2), tuple[int, ...], True),
+        ((1, "a"), tuple[int, ...], False), ((0.9, 0.95), tuple[float, float], True),
+        ((1.0,), tuple[float, float], False),
+        (3, tuple[int, ...], False), ("x", str, True),
+    ],
+)  # fmt: skip
+def test_values_conform_to_the_types_of_fields(value, hint, expected):
+    assert conforms(value, hint) is expected

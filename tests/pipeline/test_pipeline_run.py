@@ -1,0 +1,256 @@
+"""`longrope2 extend` from end to end: skipped when done, run again when changed, the same after every kill."""
+
+import json
+import os
+import shutil
+import signal
+import time
+
+import pytest
+import torch
+from pipeline_samples import start, write_recipe
+
+from longrope2 import extend, ledger
+from longrope2.cli import cli
+from longrope2.errors import LongRopeError
+from longrope2.ledger import Ledger
+from longrope2.models import ASSETS
+from longrope2.pipeline.run import Job
+from longrope2.report.gather import gather
+from longrope2.report.summary import summarise
+from longrope2.watching import look
+
+METHODS = ("base", "yarn", ledger.SEARCHED, ledger.AFTER_TRAINING)
+EVALUATIONS = [f"evaluate/{method}/{suite}" for method in METHODS for suite in ("niah", "perplexity")]
+STEPS = ["search", "data", "train", *EVALUATIONS, "export", "verify", "report"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return tmp_path_factory.mktemp("pipeline")
+
+
+@pytest.fixture(scope="module")
+def recipe(place):
+    return write_recipe(place)
+
+
+@pytest.fixture(scope="module")
+def whole(place, recipe):
+    """A run that nobody disturbed, made in this process with as many threads as the others have."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    extend(None, place / "whole", config=recipe, cache=place / "cache")
+    torch.set_num_threads(threads)
+    return place / "whole"
+
+
+def job(place, recipe, folder, *stages):
+    return Job(None, folder, target_length=None, config=recipe, stages=stages, cache=place / "cache")
+
+
+def results_of(folder):
+    """Everything a run found, without times."""
+    scores = {step: json.loads((folder / step / "results.json").read_text())["scores"] for step in EVALUATIONS}
+    factors = json.loads((folder / ledger.FACTORS).read_text())
+    weights = (folder / ledger.TRAINED / "model.safetensors").read_bytes()
+    exported = (folder / "export/tiny-512/model.safetensors").read_bytes()
+    rows = (folder / ledger.PLAN).read_text().splitlines()[1:]  # the first line knows the folder
+    return scores, factors, weights, exported, rows
+
+
+def test_every_stage_leaves_its_result(whole):
+    steps = Ledger(whole).steps
+    assert list(steps) == STEPS
+    assert {entry["state"] for entry in steps.values()} == {"done"}
+    assert (whole / "report/index.html").exists()
+    data = gather(whole)
+    assert tuple(data["scores"]) == METHODS
+    summary = summarise(data)
+    assert summary.columns == ["", "needles 512", "short PPL", "kept"]
+    # Within the original window LongRoPE2 is the original until it is trained; YaRN, as published, is not.
+    kept = {name: found["perplexity_retention"] for name, found in summary.methods.items()}
+    assert kept["base"] == 100
+    assert kept[ledger.SEARCHED] == pytest.approx(100, abs=1e-3)
+    assert kept["yarn"] < 90
+    assert summary.methods["base"]["by_length"]["niah"] == {"512": 0.0}
+    card = (whole / "export/tiny-512/README.md").read_text()
+    assert "short_perplexity" in card
+    verified = json.loads((whole / ledger.VERIFIED).read_text())
+    assert {finding["mode"]: finding["verdict"] for finding in verified["export/tiny-512"]}["long"] == "right"
+    assert {view.state for view in look(whole)} == {"done"}
+
+
+def test_recall_documents_are_in_the_plan(whole):
+    header = json.loads((whole / ledger.PLAN).read_text().splitlines()[0])
+    assert [source["name"] for source in header["sources"]] == ["texts", "recall"]
+    assert len((whole / "data/recall.jsonl").read_text().splitlines()) == 3
+
+
+def test_done_is_skipped_and_the_table_printed(place, recipe, whole, capfd):
+    before = Ledger(whole).content
+    arguments = ["extend", "--config", str(recipe), "-o", str(whole), "--cache", str(place / "cache")]
+    started = time.monotonic()
+    cli.main([*arguments, "--json"], standalone_mode=False)
+    assert time.monotonic() - started < 10
+    printed = capfd.readouterr()
+    assert json.loads(printed.out)["methods"]["base"]["by_length"]["niah"]["512"] == 0
+    assert printed.err.count("done before") == len(STEPS)
+    assert Ledger(whole).content == before
+    cli.main(arguments, standalone_mode=False)
+    printed = capfd.readouterr().out
+    assert "LongRoPE2, trained" in printed
+    assert f"report: {whole / 'report/index.html'}" in printed
+
+
+def test_dry_run_says_what_it_would_take_and_touches_nothing(place, recipe, whole, capfd):
+    arguments = ["extend", "--config", str(recipe), "--cache", str(place / "cache"), "--dry-run", "--json", "-o"]
+    cli.main([*arguments, str(place / "new")], standalone_mode=False)
+    steps = json.loads(capfd.readouterr().out)["steps"]
+    assert [step["step"] for step in steps] == STEPS
+    assert all(step["state"] == "to do" and step["seconds"] > 0 for step in steps)
+    by_name = {step["step"]: step for step in steps}
+    # Three checkpoints at most, each with weights and two moments in float32, and the model: 5.9M parameters.
+    assert by_name["train"]["disk_gib"] * 2**30 == pytest.approx(5_868_800 * (3 * 12 + 4))
+    assert by_name["train"]["note"].startswith("3 steps of 1,024 tokens")
+    assert not (place / "new").exists()
+    cli.main([*arguments, str(whole)], standalone_mode=False)
+    assert {step["state"] for step in json.loads(capfd.readouterr().out)["steps"]} == {"done"}
+    cli.main([*arguments[:-3], "--dry-run", "-o", str(place / "new")], standalone_mode=False)
+    assert "256 → 512 tokens" in capfd.readouterr().out
+
+
+def test_other_options_run_again_what_depends_on_them(place, recipe, whole):
+    changed = write_recipe(place, name="changed.toml", learning_rate=2e-5)
+    reasons = job(place, changed, whole).reasons()
+    assert list(reasons) == ["train", *EVALUATIONS[6:], "export", "verify", "report"]
+    assert reasons["train"] == "learning_rate 1e-05 → 2e-05"
+    assert reasons["verify"] == "export changed"
+    searched = write_recipe(place, name="searched.toml", iterations=2)
+    assert list(job(place, searched, whole).reasons()) == [
+        "search", "train", *EVALUATIONS[4:], "export", "verify", "report",
+    ]  # fmt: skip
+
+
+def test_what_other_options_gave_is_kept_aside(place, recipe, whole, capfd):
+    folder = place / "aside"
+    folder.mkdir()
+    shutil.copytree(whole, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("train", "evaluate"))
+    changed = write_recipe(place, name="searched.toml", iterations=2)
+    job(place, changed, folder, "search").run()
+    told = capfd.readouterr().err
+    assert "warning: search runs again" in told
+    assert "(evolution {" in told
+    aside = list((folder / "earlier").iterdir())
+    assert [path.name[:7] for path in aside] == ["search-"]
+    assert (aside[0] / "factors.json").read_bytes() == (whole / ledger.FACTORS).read_bytes()
+    with pytest.raises(LongRopeError, match="export needs train"):
+        job(place, changed, folder, "export").run()
+
+
+def test_a_lost_or_damaged_result_is_made_again(place, recipe, whole):
+    folder = place / "damaged"
+    shutil.copytree(whole, folder)
+    (folder / ledger.FACTORS).unlink()
+    weights = folder / ledger.TRAINED / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8] + b"damaged!")
+    reasons = job(place, recipe, folder).reasons()
+    assert reasons == {
+        "search": f"missing or changed: {ledger.FACTORS}",
+        "train": f"missing or changed: {ledger.TRAINED}",
+    }
+    job(place, recipe, folder, "search", "train").run()
+    assert results_of(folder) == results_of(whole)
+    assert job(place, recipe, folder).reasons() == {}
+
+
+def test_without_training_the_model_itself_is_exported(place, recipe, whole):
+    folder = place / "untrained"
+    (folder / "search").mkdir(parents=True)
+    shutil.copytree(whole / "search", folder / "search", dirs_exist_ok=True)
+    book = Ledger(folder)
+    book.content = {**Ledger(whole).content, "steps": {"search": Ledger(whole).steps["search"]}}
+    book.describe()
+    with pytest.raises(LongRopeError, match="verify needs export"):
+        job(place, recipe, folder, "verify").run()
+    rest = job(place, recipe, folder, "export", "report")
+    assert list(rest.reasons()) == ["export", "report"]
+    rest.run()
+    trained, untrained = (json.loads((path / "export/tiny-512/config.json").read_text()) for path in (whole, folder))
+    assert untrained["rope_parameters"] == trained["rope_parameters"]
+    assert (folder / "report/index.html").exists()
+
+
+def test_a_strange_folder_and_a_second_process_are_refused(place, recipe, tmp_path):
+    (tmp_path / "search").mkdir()
+    (tmp_path / "search" / "notes.txt").write_text("mine")
+    with pytest.raises(LongRopeError, match="holds something that this run did not make"):
+        job(place, recipe, tmp_path, "search").run()
+    assert (tmp_path / "search" / "notes.txt").read_text() == "mine"
+    with ledger.only_one(tmp_path), pytest.raises(LongRopeError, match="another process is at work"):
+        job(place, recipe, tmp_path, "search").run()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("[recall]", "[recal]"), "unknown key 'recal'"),
+        (('path = "recall"', 'path = "texts"\nname = "b"'), "go together"),
+        (("population = 2", "population = 0"), "population must be at least 1"),
+        (("target_length = 512", "target_length = 200"), "not above the trained window"),
+    ],
+)
+def test_a_bad_recipe_is_refused_before_anything_is_done(place, recipe, tmp_path, change, message):
+    bad = recipe.with_name("bad.toml")
+    bad.write_text(recipe.read_text().replace(*change))
+    with pytest.raises(LongRopeError, match=message):
+        job(place, bad, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_documents_are_needed_for_training_only(tmp_path):
+    options = {"target_length": 512, "config": None, "cache": tmp_path}
+    source = str(tmp_path / "model")
+    shutil.copytree(ASSETS / "tiny", source)
+    with pytest.raises(LongRopeError, match="no source of documents"):
+        Job(source, tmp_path / "run", stages=(), **options)
+    assert [step.name for step in Job(source, tmp_path / "run", stages=("search", "report"), **options).steps] == [
+        "search",
+        "report",
+    ]
+    with pytest.raises(LongRopeError, match="stage 'serach' is not known"):
+        Job(source, tmp_path / "run", stages=("serach",), **options)
+
+
+def lines_in(path):
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def test_killed_again_and_again_it_ends_with_the_same(place, recipe, whole):
+    """A real kill in training, then one in an evaluation; the search has a test of its own."""
+    folder = place / "killed"
+    stages = ("--stages", "search,data,train,evaluate,export,report")
+    journal = folder / EVALUATIONS[0] / "generations.jsonl"
+    moments = {
+        "train": lambda: (folder / "train/checkpoints/step-1").exists() or lines_in(folder / ledger.TRAINING_LOG) > 0,
+        EVALUATIONS[0]: lambda: lines_in(journal) > 4,
+    }
+    for step, has_come in moments.items():
+        process = start(recipe, folder, *stages)
+        while not has_come():
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.005)
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate()
+        entry = Ledger(folder).steps[step]
+        assert entry["state"] == "running", "the kill came too late"
+        assert {view.stage: view.state for view in look(folder)}[step.partition("/")[0]] == "interrupted"
+    process = start(recipe, folder, *stages)
+    output, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, errors
+    assert f"{EVALUATIONS[0]} goes on (interrupted)" in errors
+    assert "search: done before" in errors
+    assert "LongRoPE2, trained" in output
+    assert results_of(folder) == results_of(whole)
+    assert summarise(gather(folder)).to_json() == summarise(gather(whole)).to_json()
+    assert Ledger(folder).steps["train"]["sessions"] == 2

@@ -1,0 +1,91 @@
+"""The page in a real browser: no error, nothing fetched, every figure drawn, on a desk, on a phone and on paper."""
+
+import shutil
+
+import pytest
+from report_samples import METHODS, make_run
+
+from longrope2.report.run import write_report
+
+playwright = pytest.importorskip("playwright.sync_api", reason="the browser test needs: pip install playwright")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium found: apt install chromium")
+PLOTS = ("factors", "convergence", "losses", "niah-by-length", "retention", "time")
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory):
+    return write_report(make_run(tmp_path_factory.mktemp("runs") / "one")).as_uri()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+def open_page(browser, address, **options):
+    page = browser.new_page(**options)
+    complaints, requests = [], []
+    page.on("console", lambda message: complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("request", lambda request: requests.append(request.url))
+    page.goto(address)
+    assert complaints == []
+    assert [url for url in requests if not url.startswith("data:")] == [address]
+    return page
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"viewport": {"width": 1200, "height": 900}, "color_scheme": "light"},
+        {"viewport": {"width": 390, "height": 800}, "color_scheme": "dark", "has_touch": True},
+    ],
+    ids=["desk", "phone"],
+)
+def test_every_figure_is_drawn(browser, address, options):
+    page = open_page(browser, address, **options)
+    width = options["viewport"]["width"]
+    for name in PLOTS:
+        box = page.locator(f"#{name} svg").bounding_box()
+        assert box["width"] > 250, name
+        assert box["height"] > 150, name
+    assert page.locator("#needles svg").count() == len(METHODS)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width, "the page is wider than the screen"
+    # Marks are painted, not only there: each has a colour and lies inside its figure.
+    outside = page.evaluate(
+        """() => [...document.querySelectorAll("svg .dot, svg .bar, svg .cell")].filter(mark => {
+            const box = mark.getBoundingClientRect(), own = mark.ownerSVGElement.getBoundingClientRect();
+            const style = getComputedStyle(mark);
+            return box.width <= 0 || box.left < own.left - 4 || box.right > own.right + 4
+                || box.top < own.top - 4 || box.bottom > own.bottom + 4 || style.fill === "none";
+        }).length"""
+    )
+    assert outside == 0
+    page.close()
+
+
+def test_dark_and_light_differ_and_paper_is_light(browser, address):
+    def background(page):
+        return page.evaluate("getComputedStyle(document.body).backgroundColor")
+
+    light = open_page(browser, address, color_scheme="light")
+    dark = open_page(browser, address, color_scheme="dark")
+    assert background(light) == "rgb(255, 255, 255)"
+    assert background(dark) == "rgb(21, 24, 27)"
+    dark.emulate_media(media="print", color_scheme="dark")
+    assert background(dark) == "rgb(255, 255, 255)"
+
+
+def test_a_touch_shows_the_value(browser, address):
+    page = open_page(browser, address, viewport={"width": 390, "height": 800}, has_touch=True)
+    assert not page.locator("#tip").is_visible()
+    mark = page.locator("#losses .dot").first
+    mark.scroll_into_view_if_needed()
+    mark.tap()
+    assert page.locator("#tip").inner_text() == "step 1, short rows: 3.5000"
+    page.locator("h1").tap()
+    assert not page.locator("#tip").is_visible()

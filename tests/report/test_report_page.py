@@ -1,0 +1,211 @@
+"""The page of a run: its numbers are those on disk, it needs nothing else, and half a run gives half a page."""
+
+import csv
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+from report_samples import METHODS, STEPS, found_factors, make_run
+
+from longrope2 import ledger
+from longrope2.errors import LongRopeError
+from longrope2.methods import rescale
+from longrope2.report.gather import gather
+from longrope2.report.run import write_report
+from longrope2.report.summary import label, summarise
+from longrope2.report.svg import Plot, Scale, number
+
+FIGURES = ("factors", "convergence", "losses", "niah-by-length", "needles", "retention", "time")
+
+
+class Page(HTMLParser):
+    """What a page holds: marks of each section, tables, and every address it speaks of."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.marks, self.tables, self.addresses, self.open = {}, [], [], []
+        self._section, self._cell = None, None
+        self.feed(text)
+        assert self.open == [], "unclosed tags"
+
+    def handle_starttag(self, tag, attributes):
+        found = dict(attributes)
+        if tag not in ("meta", "link", "br"):
+            self.open.append(tag)
+        self.addresses += [found[name] for name in ("src", "href") if name in found]
+        if tag == "section":
+            self._section = found.get("id")
+        if tag == "table":
+            self.tables.append([])
+        if tag == "tr":
+            self.tables[-1].append([])
+        if tag in ("td", "th"):
+            self._cell = ""
+        if "data-y" in found:
+            self.marks.setdefault(self._section, []).append(found)
+
+    def handle_startendtag(self, tag, attributes):
+        self.handle_starttag(tag, attributes)
+        self.handle_endtag(tag)
+
+    def handle_endtag(self, tag):
+        if tag in ("td", "th") and self._cell is not None:
+            self.tables[-1][-1].append(self._cell)
+            self._cell = None
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self._cell is not None:
+            self._cell += data
+
+    def points(self, section, series):
+        return [(float(m["data-x"]), float(m["data-y"])) for m in self.marks[section] if m.get("data-series") == series]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("runs") / "one")
+
+
+@pytest.fixture(scope="module")
+def page(run):
+    return Page(write_report(run).read_text())
+
+
+def results(run, method, suite):
+    return json.loads((run / f"evaluate/{method}/{suite}/results.json").read_text())
+
+
+def test_every_mark_stands_for_a_value_on_disk(run, page):
+    assert page.points("factors", "longrope2") == list(enumerate(found_factors().long))
+    assert page.points("factors", "yarn") == list(enumerate(rescale("yarn", found_factors().spec, 4096).long))
+    convergence = json.loads((run / ledger.SEARCH).read_text())["convergence"]
+    assert page.points("convergence", "longrope2") == [(e["iteration"], e["perplexity"]) for e in convergence]
+    log = [json.loads(line) for line in (run / ledger.TRAINING_LOG).read_text().splitlines()]
+    assert page.points("losses", "rows-long") == [(line["step"], line["loss_long"]) for line in log]
+    assert page.points("losses", "rows-short") == [(line["step"], line["loss_short"]) for line in log]
+    for method in METHODS:
+        scores = results(run, method, "niah")["scores"]
+        assert page.points("niah-by-length", method) == [(s["length"], s["score"]) for s in scores]
+    cells = [c["score"] for m in METHODS for row in results(run, m, "niah")["grids"]["niah"]["cells"] for c in row]
+    assert [float(mark["data-y"]) for mark in page.marks["needles"]] == cells
+    base = results(run, "base", "perplexity")["scores"][0]["score"]
+    kept = [100 * (base / results(run, m, "perplexity")["scores"][0]["score"]) for m in METHODS]
+    assert [float(mark["data-y"]) for mark in page.marks["retention"]] == kept
+    assert kept[0] == 100
+    seconds = {}
+    for name, entry in json.loads((run / "pipeline.json").read_text())["steps"].items():
+        seconds[name.partition("/")[0]] = seconds.get(name.partition("/")[0], 0) + entry["seconds"]
+    assert [float(mark["data-y"]) for mark in page.marks["time"]] == list(seconds.values())
+
+
+def test_the_table_has_the_same_numbers(run, page):
+    header, *rows = page.tables[0]
+    assert header == ["", "needles 256", "needles 4k", "short PPL", "kept"]
+    for row, method in zip(rows, METHODS, strict=True):
+        needles = [s["score"] for s in results(run, method, "niah")["scores"]]
+        perplexity = results(run, method, "perplexity")["scores"][0]["score"]
+        base = results(run, "base", "perplexity")["scores"][0]["score"]
+        shown = [label(method), *(f"{n:.1f}%" for n in needles), f"{perplexity:.2f}", f"{100 * base / perplexity:.1f}%"]
+        assert row == shown
+
+
+def test_the_page_needs_nothing_but_itself(run, page):
+    beside = {path.name for path in (run / "report").iterdir()}
+    assert {address for address in page.addresses if not address.startswith("data:")} <= beside
+    text = (run / "report/index.html").read_text()
+    assert not re.search(r"@import|url\(|https?://(?!www.w3.org)", text)
+    assert "prefers-color-scheme: dark" in text
+    assert "@media print" in text
+    assert str(run.parent) not in text
+
+
+def test_every_figure_is_there_as_png_and_csv(run, page):
+    assert set(page.marks) == set(FIGURES)
+    for name in FIGURES:
+        assert (run / f"report/{name}.png").read_bytes().startswith(b"\x89PNG")
+    with (run / "report/factors.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["longrope2"]) for row in rows] == list(found_factors().long)
+    with (run / "report/losses.csv").open(newline="") as file:
+        assert [row["step"] for row in csv.DictReader(file)] == [str(n) for n in range(1, STEPS + 1)]
+
+
+def test_serving_and_provenance_are_told(run, page):
+    words = json.dumps(page.tables)
+    for expected in ("vllm serve tiny-4k", "transformers 5", "a <b> & c", "1.5e-06", "sha256:def", "2.11"):
+        assert expected in words
+    text = (run / "report/index.html").read_text()
+    assert "a &lt;b&gt; &amp; c" in text
+    assert "&quot;search&quot;: 7, &quot;plan&quot;: 3, &quot;train&quot;: 5" in text
+
+
+@pytest.mark.parametrize(
+    ("stages", "figures"),
+    [
+        ((), ()),
+        (("search",), ("factors", "convergence", "time")),
+        (("search", "data", "train"), ("factors", "convergence", "losses", "time")),
+        (("evaluate",), ("niah-by-length", "needles", "retention", "time")),
+    ],
+)
+def test_part_of_a_run_gives_part_of_a_page(tmp_path, stages, figures):
+    folder = make_run(tmp_path / "part", stages=stages)
+    found = Page(write_report(folder).read_text())
+    assert set(found.marks) == set(figures)
+
+
+def test_an_unfinished_step_is_named(tmp_path):
+    folder = make_run(tmp_path / "part", stages=("search",))
+    ledger.Ledger(folder).start("train", {})
+    assert "Not finished: train." in write_report(folder).read_text()
+
+
+def test_what_is_no_run_is_refused(tmp_path):
+    with pytest.raises(LongRopeError, match="no run of `longrope2 extend` there"):
+        write_report(tmp_path)
+    (tmp_path / "pipeline.json").write_text('{"format": "other"}')
+    with pytest.raises(LongRopeError, match="not the ledger"):
+        gather(tmp_path)
+
+
+def test_a_base_that_was_not_measured_has_no_retention(tmp_path):
+    folder = make_run(tmp_path / "run", stages=("search", "evaluate"))
+    for suite in ("niah", "perplexity"):
+        (folder / f"evaluate/base/{suite}/results.json").unlink()
+    summary = summarise(gather(folder))
+    assert all(found["perplexity_retention"] is None for found in summary.methods.values())
+    assert "kept" not in summary.columns
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "kind", "expected"),
+    [
+        (0, 100, "linear", [0, 20, 40, 60, 80, 100]),
+        (0, 0.6, "linear", [0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6]),
+        (1, 1000, "log", [1, 10, 100, 1000]),
+        (0.95, 24, "log", [1, 3, 10]),
+    ],
+)
+def test_ticks_are_round(low, high, kind, expected):
+    assert Scale(low, high, 0, 1, kind).ticks() == pytest.approx(expected)
+
+
+def test_scales_are_the_formula():
+    assert Scale(0, 10, 100, 200)(2.5) == 125
+    assert Scale(1, 100, 0, 2, "log")(10) == pytest.approx(1)
+    assert Scale(3, 3, 0, 10)(3) == 5  # a single value stands in the middle
+
+
+def test_marks_are_placed_by_the_scales():
+    plot = Plot.over("t", (0, 10), (0, 1), x_label="x", y_label="y")
+    plot.line([(0, 0), (10, 1)], ["a", "b"], series="pi", name="PI")
+    found = re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)"', plot.render())
+    assert [(float(x), float(y)) for x, y in found] == [(52, 254), (466, 14)]
+
+
+def test_numbers_are_short():
+    assert [number(v) for v in (None, 0, 1.00012, 12345.6, 1e-5, 2e9)] == [
+        "overflow", "0", "1", "12,346", "1e-05", "2e+09",
+    ]  # fmt: skip

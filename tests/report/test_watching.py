@@ -1,0 +1,86 @@
+"""`longrope2 watch` reads the state of a run from its files, whoever is at work there."""
+
+import json
+
+import pytest
+from report_samples import make_run
+
+from longrope2 import ledger
+from longrope2.cli import cli
+from longrope2.errors import LongRopeError
+from longrope2.ledger import Ledger, only_one
+from longrope2.watching import look
+
+
+def states(folder):
+    return {view.stage: view.state for view in look(folder)}
+
+
+def test_a_finished_run(tmp_path):
+    folder = make_run(tmp_path / "run")
+    assert states(folder) == dict.fromkeys(ledger.STAGES, "done")
+    by_stage = {view.stage: view for view in look(folder)}
+    # Candidate 2 is the best: 2 documents of 6 nats and 8 tokens each.
+    assert by_stage["search"].text == "iteration 2 of 4, 6 evaluations, best perplexity 2.1170"
+    assert by_stage["train"].text.startswith("step 12 of 12, loss 3.083 (short 2.583, long 3.583), 3.2 GiB")
+    assert by_stage["evaluate"].text == "10 of 10"
+
+
+def test_training_under_way_tells_when_it_ends(tmp_path):
+    folder = make_run(tmp_path / "run", stages=("search", "data", "train"))
+    log = (folder / ledger.TRAINING_LOG).read_text().splitlines()
+    (folder / ledger.TRAINING_LOG).write_text("\n".join(log[:4]) + '\n{"step": 5, "lo')  # a line being written
+    Ledger(folder).start("train", {"model": {}, "options": {}, "needs": {}})
+    with only_one(folder):
+        train = {view.stage: view for view in look(folder)}["train"]
+    assert (train.state, train.left) == ("running", 16.0)  # 8 steps of 2 seconds
+    assert train.text.startswith("step 4 of 12, loss 3.250")
+    train = {view.stage: view for view in look(folder)}["train"]
+    assert (train.state, train.left) == ("interrupted", None)
+    assert states(folder)["evaluate"] == "waiting"
+
+
+def test_a_search_under_way_tells_its_best(tmp_path):
+    folder = make_run(tmp_path / "run", stages=("search",))
+    lines = (folder / ledger.HISTORY).read_text().splitlines(keepends=True)
+    (folder / ledger.HISTORY).write_text("".join(lines[:6]) + "{")
+    Ledger(folder).start("search", {"model": {}, "options": {}, "needs": {}})
+    with only_one(folder):
+        search = look(folder)[0]
+    # Candidate 0 has both documents, 8 nats and 8 tokens each; candidate 1 but one, which does not count.
+    assert search.text == "iteration 1 of 4, 3 evaluations, best perplexity 2.7183"
+
+
+def test_evaluations_are_counted(tmp_path):
+    folder = make_run(tmp_path / "run", stages=("search", "evaluate"))
+    journal = folder / "evaluate/yarn/niah/generations.jsonl"
+    journal.write_text("".join(json.dumps({"type": kind}) + "\n" for kind in ("header", "answer", "answer")))
+    Ledger(folder).start("evaluate/yarn/niah", {"model": {}, "options": {}, "needs": {}})
+    view = {view.stage: view for view in look(folder)}["evaluate"]
+    assert view.text == "9 of 10; yarn/niah: 2 answers"
+
+
+def test_once_prints_the_table(tmp_path, capsys):
+    make_run(tmp_path / "run", stages=("search",))
+    cli.main(["watch", str(tmp_path / "run"), "--once"], standalone_mode=False)
+    printed = capsys.readouterr().out
+    rows = [line.split()[:2] for line in printed.splitlines()]
+    assert [row for row in rows if row[:1] in (["search"], ["train"], ["report"])] == [
+        ["search", "done"],
+        ["train", "waiting"],
+        ["report", "waiting"],
+    ]
+
+
+def test_following_ends_with_the_run(tmp_path, capsys):
+    make_run(tmp_path / "run")
+    cli.main(["watch", str(tmp_path / "run"), "--every", "0.01"], standalone_mode=False)
+    assert "report" in capsys.readouterr().out
+
+
+def test_wrong_input(tmp_path):
+    with pytest.raises(LongRopeError, match="no run of `longrope2 extend` there"):
+        look(tmp_path)
+    make_run(tmp_path / "run", stages=())
+    with pytest.raises(LongRopeError, match="--every must be positive"):
+        cli.main(["watch", str(tmp_path / "run"), "--every", "0"], standalone_mode=False)
