@@ -96,6 +96,12 @@ def test_existing_rescalings_are_recognised(name, tmp_path):
     assert ours.rescaled.attention_factor == pytest.approx(attention_factor)
 
 
+def test_a_short_side_with_its_own_temperature_keeps_it():
+    rope = RESCALINGS["longrope"] | {"attention_factor": 1.2, "long_mscale": 1.2, "short_mscale": 1.0}
+    reading = read_config(family_config("llama", rope, max_position_embeddings=256).to_dict())
+    assert reading.rescaled.attention_factor == 1.0
+
+
 class TestPublishedConfigs:
     """The forms that real checkpoints have, of transformers 4 and older."""
 

@@ -256,6 +256,7 @@ def _existing_rescaling(parameters: Mapping[str, Any], rope: RopeSpec, window: i
             )
         if attention_factor is None and factor > 1:
             attention_factor = longrope_temperature(factor, rope.original_length)
+        attention_factor = parameters.get(SHORT_MSCALE) or attention_factor
     else:
         raise ModelError(
             f"the config's rope_type {method!r} is not known here",

@@ -202,7 +202,9 @@ class TestEngines:
         assert "use --fold-temperature" in MLX.fault(static, "llama")
         forced = forced_temperature(factors)
         assert MLX.fault(tiny_factors(long_attention_factor=forced), "llama") is None
-        assert "does not run gemma models" in MLX.fault(tiny_factors(long_attention_factor=forced), "gemma")
+        assert "not known to run gemma models" in MLX.fault(tiny_factors(long_attention_factor=forced), "gemma")
+        assert "use --profile static-long" in VLLM.fault(factors, "olmo2")
+        assert VLLM.fault(static, "olmo2") is None
         commands = [command for _, command, _ in guidance(factors, "llama", "m.gguf", "gguf")]
         assert commands == [
             "llama-server -m m.gguf -c 1024 --parallel 1",

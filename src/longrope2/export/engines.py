@@ -36,14 +36,19 @@ class Engine:
         return self.chooses == "long" or (capacity is not None and capacity > factors.original_length)
 
     families: tuple[str, ...] = tuple(FAMILIES)
-    """Those it runs with the factors; the others with plain RoPE or not at all. Found by trying each."""
+    """Those it runs with the factors, found by trying each."""
+    static_families: tuple[str, ...] = ()
+    """Those it runs rightly when both sides are the same."""
 
     def fault(self, factors: RescaleFactors, family: str) -> str | None:
         """Why it cannot run a model of this family with these factors, if it cannot."""
         short, long = factors.short_attention_factor, factors.long_attention_factor
         forced = forced_temperature(factors)
+        if family in self.static_families:
+            switches = profile_of(factors) == "dual"
+            return f"it runs {family} models by way of transformers: use --profile static-long" if switches else None
         if family not in self.families:
-            return f"it does not run {family} models with such factors"
+            return f"it is not known to run {family} models with such factors"
         if self.temperature == "forced" and long != forced:
             return f"it always applies an attention factor of {forced:.4f}, not {long:g}: use --fold-temperature"
         if self.temperature == "long" and short != long:
@@ -64,6 +69,21 @@ VLLM = Engine(
     packages={"vllm": "pip install vllm"},
     chooses="capacity",
     temperature="both",
+    families=(
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_moe",
+        "phi3",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "granite",
+        "stablelm",
+    ),
+    static_families=("olmo2", "phi", "smollm3", "starcoder2"),
 )
 MLX = Engine(
     name="mlx",
