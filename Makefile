@@ -16,7 +16,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 demo: $(READY)
-	$(BIN)/longrope2 inspect tiny
+	$(BIN)/longrope2 extend tiny --target-length 4096 -o runs/demo
 
 test: $(READY)
 	$(BIN)/python -m pytest -n auto

@@ -33,6 +33,9 @@ RUNNING, DONE = "running", "done"
 WHOLE_HASH = 64 << 20
 """Bytes up to which a file is hashed whole; of larger ones samples must do."""
 SAMPLES, SAMPLE_BYTES = 64, 1 << 14
+LOCK = ".lock"
+ATTEMPTS, PAUSE = 5, 0.1
+"""How often to try for the lock, and the seconds between."""
 
 
 class Ledger:
@@ -137,17 +140,34 @@ def _file_digest(path: Path) -> str:
 @contextlib.contextmanager
 def only_one(folder: Path) -> Iterator[None]:
     """Keep a second process out of a run's folder; whatever ends this one, also a kill, lets the next in."""
+    with _open(folder / LOCK) as file:
+        for _ in range(ATTEMPTS):
+            if _locked(file):
+                yield
+                return
+            time.sleep(PAUSE)  # somebody who only looks is gone by then
+    raise LongRopeError(f"{folder}: another process is at work there", hint="wait for it to end")
+
+
+def is_at_work(folder: Path) -> bool:
+    """Whether a process works in a run's folder right now."""
+    try:
+        with (folder / LOCK).open("r") as file:
+            return not _locked(file)
+    except OSError:
+        return False  # nobody ever was
+
+
+def _locked(file: IO[str]) -> bool:
     try:
         import fcntl
-    except ImportError:  # Windows
-        yield
-        return
-    with _open(folder / ".lock") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise LongRopeError(f"{folder}: another process is at work there", hint="wait for it to end") from error
-        yield
+    except ImportError:  # Windows: nobody is kept out
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def _open(path: Path) -> IO[str]:

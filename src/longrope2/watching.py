@@ -35,7 +35,7 @@ def look(folder: Path) -> list[View]:
     book = ledger.read_ledger(folder)
     if book is None:
         raise LongRopeError(f"{folder}: no run of `longrope2 extend` there", hint="give the folder named with -o")
-    at_work = _is_at_work(folder)
+    at_work = ledger.is_at_work(folder)
     return [_view(folder, book, stage, at_work=at_work) for stage in _stages(book)]
 
 
@@ -151,14 +151,6 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
                 continue
             if isinstance(entry, dict) and "type" in entry:
                 yield entry
-
-
-def _is_at_work(folder: Path) -> bool:
-    try:
-        with ledger.only_one(folder):
-            return False
-    except LongRopeError:
-        return True
 
 
 def run_watch(folder: Path, *, once: bool, every: float) -> None:

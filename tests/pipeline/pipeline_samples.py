@@ -84,11 +84,14 @@ def write_recipe(folder: Path, *, name: str = "small.toml", iterations: int = 1,
     return path
 
 
-def start(recipe: Path, output: Path, *options: str) -> subprocess.Popen:
-    """`longrope2 extend` as a process of its own."""
+def start(recipe: Path, output: Path, *options: str, processes: int = 1) -> subprocess.Popen:
+    """`longrope2 extend` as a process of its own, or as several."""
     command = ["extend", "--config", recipe, "-o", output, "--cache", recipe.parent / "cache", *options]
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes > 1 else []
+    )
     return subprocess.Popen(
-        [sys.executable, "-m", "longrope2", *map(str, command)],
+        [sys.executable, *launcher, "-m", "longrope2", *map(str, command)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=recipe.parent,
         env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
     )  # fmt: skip

@@ -10,9 +10,10 @@ import pytest
 import torch
 from pipeline_samples import start, write_recipe
 
-from longrope2 import extend, ledger
+from longrope2 import extend, ledger, load, train
 from longrope2.cli import cli
 from longrope2.errors import LongRopeError
+from longrope2.factors import RescaleFactors
 from longrope2.ledger import Ledger
 from longrope2.models import ASSETS
 from longrope2.pipeline.run import Job
@@ -220,6 +221,23 @@ def test_documents_are_needed_for_training_only(tmp_path):
     ]
     with pytest.raises(LongRopeError, match="stage 'serach' is not known"):
         Job(source, tmp_path / "run", stages=("serach",), **options)
+
+
+@pytest.mark.slow
+def test_two_processes_find_the_same(place, recipe, whole):
+    process = start(recipe, place / "two", processes=2)
+    output, errors = process.communicate(timeout=400)
+    assert process.returncode == 0, errors
+    assert output.count("LongRoPE2, trained") == 1
+    one, two = (json.loads((folder / ledger.FACTORS).read_text()) for folder in (whole, place / "two"))
+    assert two == one
+    assert list(Ledger(place / "two").steps) == STEPS
+
+
+def test_training_as_a_function_gives_the_folder_of_the_model(place, whole, tmp_path):
+    factors = RescaleFactors.load(whole / ledger.FACTORS)
+    folder = train("tiny", factors, whole / ledger.PLAN, tmp_path / "t", cache=place / "cache", steps=1, batch_rows=1)
+    assert load(folder).longrope2.factors.long == factors.long
 
 
 def lines_in(path):

@@ -186,10 +186,18 @@ def _hide(needles: Sequence[str], depths: Sequence[float], words: Sequence[str])
 
 def _most_words(count: Callable[[int], int], most: int, tokens: int) -> int | None:
     """The most words with at most so many tokens; None if not even without any."""
-    low, high = 0, most
-    if count(0) > tokens:
+    low, high = 0, most + 1  # the first fits, the second does not
+    low_count = count(0)
+    if low_count > tokens:
         return None
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if count(middle) <= tokens else (low, middle - 1)
+    each = 1.5  # tokens of a word, until more is known
+    while high - low > 1:
+        # Words take nearly the same number of tokens each, so a few steps suffice.
+        middle = min(max(low + round((tokens - low_count) / each), low + 1), high - 1)
+        found = count(middle)
+        each = max((found - low_count) / (middle - low), 0.5)
+        if found <= tokens:
+            low, low_count = middle, found
+        else:
+            high = middle
     return low

@@ -90,7 +90,8 @@ def _measured_rate(device: torch.device, dtype: torch.dtype, size: int = 1024) -
 
 def forecast(setting: Setting, steps: Sequence[Step], reasons: Mapping[str, str]) -> dict[str, Any]:
     """Time, memory and disk of each step that has to run, and why it has to."""
-    shape = shape_of(skeleton(setting.info), setting.info, lora=setting.recipe.train.get("lora"))
+    training = {name: setting.recipe.train[name] for name in ("lora", "freeze") if name in setting.recipe.train}
+    shape = shape_of(skeleton(setting.info), setting.info, **training)
     machine = this_machine(shape.head_dim)
     rows = []
     for step in steps:
@@ -142,8 +143,9 @@ def _search(setting: Setting, _: Step, shape: Shape, machine: Machine) -> Needs:
         seconds=OVERHEAD_SECONDS["search"] + evaluations * _forward(shape, machine, length),
         memory=_reading_memory(shape, machine, length),
         disk=300.0 * evaluations,
-        note=f"at most {evaluations:,} documents of {length:,} tokens"
-        + ("; racing mostly saves half or more" if plan.race == "statistical" else ""),
+        note=f"at most {evaluations:,} documents; racing saves many"
+        if plan.race == "statistical"
+        else f"{evaluations:,} documents",
     )
 
 
@@ -161,9 +163,7 @@ def _data(setting: Setting, _: Step, shape: Shape, machine: Machine) -> Needs:
     return Needs(
         seconds=None if tokens is None else OVERHEAD_SECONDS["data"] + tokens / 1e6,
         disk=None if tokens is None else 4.0 * tokens,
-        note="at least, in the cache of tokenised sources; more where sources hold more than is used"
-        if tokens
-        else "as much as the sources have",
+        note="as much as the sources have" if tokens is None else "at least; sources may hold more than is used",
     )
 
 

@@ -28,8 +28,8 @@ EARLIER = "earlier"
 
 
 def extend(
-    model: str | None = None,
-    output: str | Path = "run",
+    model: str | None,
+    output: str | Path,
     *,
     target_length: int | None = None,
     config: str | Path | None = None,
@@ -38,8 +38,8 @@ def extend(
 ) -> dict[str, Any]:
     """Take a model from its window to a longer one, into the folder `output`; returns what was measured.
 
-    `config` is a recipe, a file or a name; `stages` are those to run, all if none is named. What is done and
-    unchanged is skipped, what was interrupted goes on.
+    `config` is a recipe, a file or a name, which also names the model if `model` is None; `stages` are those to run,
+    all if none is named. What is done and unchanged is skipped, what was interrupted goes on.
     """
     job = Job(model, Path(output), target_length=target_length, config=config, stages=stages, cache=cache)
     job.run()
@@ -170,7 +170,9 @@ class Job:
         return found
 
     def _require_needs(self, step: Step) -> None:
-        """Refuse a step whose needs were left out and are not there from before."""
+        """Refuse a step whose needs were left out and are not there from before; a report shows what there is."""
+        if step.name == "report":
+            return
         book = Ledger(self.folder)
         missing = [
             name

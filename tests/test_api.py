@@ -1,0 +1,49 @@
+"""`import longrope2`: ten names at most, each typed and documented, and the commands as functions."""
+
+import inspect
+import json
+
+import pytest
+
+import longrope2
+from longrope2.factors import RescaleFactors
+from longrope2.models import describe, rescale_model
+
+
+def test_ten_names_typed_and_documented():
+    assert len(longrope2.__all__) <= 10
+    assert set(longrope2.__all__) <= set(dir(longrope2))
+    for name in longrope2.__all__:
+        value = getattr(longrope2, name)
+        assert inspect.getdoc(value), name
+        if inspect.isfunction(value):
+            signature = inspect.signature(value)
+            assert signature.return_annotation is not inspect.Signature.empty, name
+            assert all(p.annotation is not inspect.Parameter.empty for p in signature.parameters.values()), name
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'serach'"):
+        _ = longrope2.serach
+
+
+def test_rescale_takes_a_name_or_a_description():
+    expected = rescale_model(describe("tiny"), "yarn", 1024)
+    assert longrope2.rescale("tiny", "yarn", 1024) == expected
+    assert longrope2.rescale(longrope2.describe("tiny"), "yarn", 1024) == expected
+    assert longrope2.rescale("tiny", "yarn-rcd", 1024, critical_dimension=8).critical_dimension == 8
+
+
+def test_search_evaluate_and_export_give_values_and_print_nothing(tmp_path, capsys):
+    small = {"documents": 1, "population": 1, "parents": 1, "iterations": 0}
+    found = longrope2.search_factors("tiny", 512, tmp_path / "search", **small)
+    assert found == RescaleFactors.load(tmp_path / "search/factors.json")
+    result = longrope2.evaluate(
+        "tiny", ["perplexity"], tmp_path / "scores", factors=tmp_path / "search/factors.json",
+        tasks=("full",), lengths=(256,), samples=1,
+    )  # fmt: skip
+    assert result == json.loads((tmp_path / "scores/results.json").read_text())
+    assert [score["length"] for score in result["scores"]] == [256]
+    folder = longrope2.export_model("tiny", tmp_path / "tiny-512", factors=found)
+    assert longrope2.load(folder).longrope2.factors.long == found.long
+    assert capsys.readouterr().out == ""
