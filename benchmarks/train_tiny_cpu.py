@@ -35,7 +35,7 @@ rows = {ROWS * STEPS}
 
 [[source]]
 path = "books"
-cut = [200, 1600, 5000]
+cut = [200, 200, 200, 1600, 200, 5000]
 """
 
 
