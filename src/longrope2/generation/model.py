@@ -84,6 +84,12 @@ class SwitchingModel(_Model):
         run.before_token(input_ids, cache, attention_mask=mask, position_ids=model_kwargs["position_ids"])
         return outputs
 
+    def _valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
+        """Not where a cache moves between devices: torch 2.11 dies of its streams in a compiled step."""
+        cache = model_kwargs.get("past_key_values")
+        moving = bool(getattr(cache, "offloading", False))
+        return not moving and bool(super()._valid_auto_compile_criteria(model_kwargs, generation_config))
+
     def _get_stopping_criteria(self, *args: Any, **kwargs: Any) -> EndedRows:
         ended = self.longrope2.ended = EndedRows(super()._get_stopping_criteria(*args, **kwargs))
         return ended

@@ -77,10 +77,11 @@ def _resting(mixed: MixedWindowModel) -> Iterator[None]:
 
 def _as_forward(mixed: Any, work: Callable[[], list[Score]]) -> list[Score]:
     """Do something that sharding does not know as a forward pass, with the weights at hand as in one."""
-    mixed.score_needles = work
+    mixed.score_needles = lambda _: work()
     try:
         register_fsdp_forward_method(mixed, "score_needles")
-        scores: list[Score] = mixed.score_needles()
+        # FSDP moves arguments to its GPU, and fails where there are none.
+        scores: list[Score] = mixed.score_needles(None)
     finally:
         del mixed.score_needles
         if isinstance(mixed, FSDPModule):

@@ -1,0 +1,226 @@
+"""The rows of docs/results.md: each method's factors, training and scores, from commands anyone can run.
+
+    python recipes/smollm2/run.py SmolLM2-135M-Instruct.Q4_1.gguf --data DATA -o runs/smollm2 yarn wide
+
+DATA holds books/train and books/validation (text files), short/ (HellaSwag, MMLU, TruthfulQA) and RULER's question
+files. Everything resumes: a row that was interrupted goes on with the same command, and what is done is not done again.
+Each finished row leaves its scores, cost and factors in OUTPUT/<row>.json; `tables.py` makes the page of them.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from longrope2 import RescaleFactors, evaluate, rescale, search_factors, train
+from longrope2.data.plan_command import run_plan
+from longrope2.files import write_json
+from longrope2.training.progress import LOG, read_log
+
+HERE = Path(__file__).parent
+K = 1024
+BATCH_ROWS = 4  # 131k tokens a step at 32k
+LEARNING_RATE = 3e-4
+SEARCH = {"iterations": 12, "documents": 10, "held_out": 10, "compiled": True}
+
+Make = Callable[["Bench", int, Path], RescaleFactors]
+
+
+def closed(method: str, **options: Any) -> Make:
+    """A closed form, at the critical dimension that the search of the paper's space has found where it needs one."""
+
+    def make(bench: "Bench", length: int, folder: Path) -> RescaleFactors:
+        if method.endswith("-rcd"):
+            found = bench.factors("paper" if length == 32 * K else "paper-64k").critical_dimension
+            return rescale(bench.model, method, length, critical_dimension=found, **options)
+        return rescale(bench.model, method, length, **options)
+
+    return make
+
+
+def searched(**options: Any) -> Make:
+    """What `longrope2 search` finds on validation books."""
+
+    def make(bench: "Bench", length: int, folder: Path) -> RescaleFactors:
+        books = str(bench.data / "books" / "validation")
+        return search_factors(bench.model, length, folder / "search", books=books, **SEARCH, **options)
+
+    return make
+
+
+def without_temperature(row: str) -> Make:
+    """The factors of another row, attention untouched."""
+
+    def make(bench: "Bench", length: int, folder: Path) -> RescaleFactors:
+        content = bench.factors(row).to_json()
+        return RescaleFactors.from_json({**content, "attention_factor": 1.0})
+
+    return make
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A line of a table."""
+
+    title: str
+    table: str
+    make: Make | None
+    """None: the model as it is."""
+    window: str = "mixed"
+    length: int = 32 * K
+    steps: int = 80
+    learning_rate: float = LEARNING_RATE
+    evaluations: tuple[str, ...] = ("needles", "perplexity")
+
+
+ALL = ("needles", "perplexity", "ruler", "hellaswag", "truthfulqa", "mmlu")
+MAIN = {"table": "main-32k", "steps": 153, "evaluations": ALL}
+ABLATION = {"table": "ablations-32k"}
+TUNING = {"table": "tuning", "make": closed("yarn"), "window": "single", "steps": 40}
+SINGLE = {"window": "single"}
+ROWS: dict[str, Row] = {
+    "base": Row(title="original", table="main-32k", make=None, length=8 * K, steps=0, evaluations=ALL),
+    "yarn": Row(title="YaRN", make=closed("yarn"), **SINGLE, **MAIN),
+    "ntk": Row(title="NTK", make=closed("ntk"), **SINGLE, **MAIN),
+    "longrope": Row(title="LongRoPE", make=searched(method="longrope", objective="plain"), **SINGLE, **MAIN),
+    "paper": Row(title="LongRoPE2 (paper)", make=searched(), **MAIN),
+    "wide": Row(title="LongRoPE2 (wide)", make=searched(space="wide"), **MAIN),
+    "yarn-rcd": Row(title="YaRN-rcd", make=closed("yarn-rcd"), **SINGLE, **ABLATION),
+    "ntk-rcd": Row(title="NTK-rcd", make=closed("ntk-rcd"), **SINGLE, **ABLATION),
+    "plain": Row(title="plain perplexity as objective", make=searched(objective="plain"), **ABLATION),
+    "all": Row(title="all dimensions searched", make=searched(dimensions="all"), **ABLATION),
+    "wide-single": Row(title="no mixed windows", make=lambda bench, *_: bench.factors("wide"), **SINGLE, **ABLATION),
+    "wide-cold": Row(title="temperature 1", make=without_temperature("wide"), **ABLATION),
+    "wide-10m": Row(title="LongRoPE2 (wide)", make=lambda bench, *_: bench.factors("wide"), **ABLATION),
+    "yarn-64k": Row(title="YaRN", table="main-64k", make=closed("yarn"), length=64 * K, window="single"),
+    "wide-64k": Row(title="LongRoPE2 (wide)", table="main-64k", make=searched(space="wide"), length=64 * K),
+    "tune-1e-4": Row(title="1e-4", learning_rate=1e-4, **TUNING),
+    "tune-3e-4": Row(title="3e-4", learning_rate=3e-4, **TUNING),
+    "tune-1e-3": Row(title="1e-3", learning_rate=1e-3, **TUNING),
+}
+
+
+def evaluation(name: str, length: int) -> dict[str, Any]:
+    """Options of `longrope2 evaluate`, up to a length."""
+    lengths = tuple(step for step in (4 * K, 8 * K, 16 * K, 32 * K, 64 * K) if step <= length)
+    match name:
+        case "needles":
+            return {"suites": ["niah"], "lengths": lengths, "samples": 5}
+        case "perplexity":
+            return {"suites": ["perplexity"], "tasks": ("full",), "lengths": lengths, "samples": 20}
+        case "ruler":
+            return {"suites": ["ruler"], "lengths": lengths, "samples": 20}
+        case "mmlu":  # of each of its 57 subjects
+            return {"suites": ["short"], "tasks": ("mmlu",), "samples": 40}
+    return {"suites": ["short"], "tasks": ({"truthfulqa": "truthfulqa_mc2"}.get(name, name),), "samples": 2000}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """Where things are, and what is done with a row."""
+
+    model: str
+    data: Path
+    output: Path
+
+    def factors(self, name: str) -> RescaleFactors:
+        """Factors of a row, made if they are not there."""
+        row, path = ROWS[name], self.output / name / "factors.json"
+        if not path.exists():
+            started = time.monotonic()
+            factors = row.make(self, row.length, self.output / name)
+            write_json(self.output / name / "factors-cost.json", {"seconds": time.monotonic() - started})
+            factors.save(path)
+        return RescaleFactors.load(path)
+
+    def plan(self, length: int) -> Path:
+        """The rows that every method of a length is trained on."""
+        path = self.output / f"plan-{length // K}k.jsonl"
+        if not path.exists():
+            mix = (HERE / f"mix-{length // K}k.toml").read_text(encoding="utf-8")
+            config = self.output / f"mix-{length // K}k.toml"
+            config.parent.mkdir(parents=True, exist_ok=True)
+            config.write_text(mix.replace('"books"', json.dumps(str(self.data / "books" / "train"))), encoding="utf-8")
+            run_plan(self.model, path, config=config, cache=self.output / "tokens")
+        return path
+
+    def train(self, name: str) -> str:
+        """The trained model of a row."""
+        row = ROWS[name]
+        if row.make is None:
+            return self.model
+        factors = self.factors(name)
+        product = train(
+            self.model,
+            factors,
+            self.plan(row.length),
+            self.output / name / "train",
+            cache=self.output / "tokens",
+            steps=row.steps,
+            batch_rows=BATCH_ROWS * 32 * K // row.length,
+            learning_rate=row.learning_rate,
+            window=row.window,
+            save_every=1000,
+            compiled=True,
+            recompute=False,
+        )
+        return str(product)
+
+    def measure(self, name: str, model: str, which: str) -> dict[str, Any]:
+        """One evaluation of a row."""
+        options = evaluation(which, ROWS[name].length)
+        books = str(self.data / "books" / "validation")
+        cache, folder = self.output / "samples", self.output / name / which
+        return evaluate(model, output=folder, name=name, data=str(self.data), books=books, cache=cache, **options)
+
+    def run(self, name: str, only: set[str] | None) -> None:
+        """All of a row, and its file."""
+        row = ROWS[name]
+        model = self.train(name)
+        results = [self.measure(name, model, which) for which in row.evaluations if only is None or which in only]
+        write_json(self.output / f"{name}.json", self._summary(name, results))
+
+    def _summary(self, name: str, results: list[dict[str, Any]]) -> dict[str, Any]:
+        row, folder = ROWS[name], self.output / name
+        log = read_log(folder / "train" / LOG) if row.steps else []
+        return {
+            "row": name,
+            "title": row.title,
+            "table": row.table,
+            "window": row.window,
+            "target_length": row.length,
+            "learning_rate": row.learning_rate,
+            "factors": self.factors(name).to_json() if row.make else None,
+            "scores": [score for result in results for score in result["scores"]],
+            "needles": next((result["grids"]["niah"] for result in results if "niah" in result["grids"]), None),
+            "notes": [note for result in results for note in result["notes"]],
+            "versions": results[0]["versions"],
+            "device": results[0]["device"],
+            "cost": {
+                "tokens": sum(line["tokens"] for line in log),
+                "factors_seconds": json.loads((folder / "factors-cost.json").read_text())["seconds"] if row.make else 0,
+                "train_seconds": sum(line["seconds"] for line in log),
+                "evaluate_seconds": sum(result["seconds"] for result in results),
+            },
+            "losses": [[line["step"], line["loss_short"], line["loss_long"]] for line in log],
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("rows", nargs="+", choices=ROWS, metavar="ROW", help=", ".join(ROWS))
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    parser.add_argument("--only", help="these evaluations, separated by commas; default: all of the row")
+    options = parser.parse_args()
+    bench = Bench(model=options.model, data=options.data, output=options.output)
+    for name in options.rows:
+        bench.run(name, set(options.only.split(",")) if options.only else None)
+
+
+if __name__ == "__main__":
+    main()
