@@ -9,12 +9,14 @@ from typing import Any
 import torch
 
 from longrope2.files import package_versions, write_json
+from longrope2.memory import keep_freed_memory
 
 RESULTS = Path(__file__).parent.parent / "results" / "benchmarks"
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
-    """The options all benchmarks share."""
+    """The options all benchmarks share; and memory is held as the command does it."""
+    keep_freed_memory()
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the JSON file")
     parser.add_argument("--commit", help="commit measured; default: what git says")

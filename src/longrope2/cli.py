@@ -13,6 +13,7 @@ import click
 from longrope2 import __version__
 from longrope2.distributed import is_main_process, wait_to_speak
 from longrope2.errors import LongRopeError
+from longrope2.memory import keep_freed_memory
 
 UNITS = {"k": 1 << 10, "m": 1 << 20}
 
@@ -580,6 +581,7 @@ def watch(run: Path, once: bool, every: float) -> None:
 
 def main() -> None:
     """Run the command line; anything the user can mend becomes one message and exit code 2."""
+    keep_freed_memory()
     try:
         sys.exit(cli.main(standalone_mode=False))
     except (click.Abort, KeyboardInterrupt):
