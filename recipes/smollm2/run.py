@@ -12,12 +12,16 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from longrope2 import RescaleFactors, evaluate, rescale, search_factors, train
 from longrope2.data.plan_command import run_plan
 from longrope2.files import write_json
+from longrope2.models import load
 from longrope2.training.progress import LOG, read_log
 
 HERE = Path(__file__).parent
@@ -35,8 +39,8 @@ def closed(method: str, **options: Any) -> Make:
     def make(bench: "Bench", length: int, folder: Path) -> RescaleFactors:
         if method.endswith("-rcd"):
             found = bench.factors("paper" if length == 32 * K else "paper-64k").critical_dimension
-            return rescale(bench.model, method, length, critical_dimension=found, **options)
-        return rescale(bench.model, method, length, **options)
+            return rescale(bench.base, method, length, critical_dimension=found, **options)
+        return rescale(bench.base, method, length, **options)
 
     return make
 
@@ -46,7 +50,7 @@ def searched(**options: Any) -> Make:
 
     def make(bench: "Bench", length: int, folder: Path) -> RescaleFactors:
         books = str(bench.data / "books" / "validation")
-        return search_factors(bench.model, length, folder / "search", books=books, **SEARCH, **options)
+        return search_factors(bench.base, length, folder / "search", books=books, **SEARCH, **options)
 
     return make
 
@@ -118,13 +122,25 @@ def evaluation(name: str, length: int) -> dict[str, Any]:
     return {"suites": ["short"], "tasks": ({"truthfulqa": "truthfulqa_mc2"}.get(name, name),), "samples": 2000}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Bench:
     """Where things are, and what is done with a row."""
 
     model: str
     data: Path
     output: Path
+
+    @cached_property
+    def base(self) -> str:
+        """The model as a plain folder: a GGUF file takes half a minute to read, each time."""
+        folder = self.output / "base-model"
+        if not folder.exists():
+            loaded = load(self.model, device="cpu", dtype=torch.float32)
+            temporary = folder.with_name("base-model.partial")
+            loaded.model.save_pretrained(temporary)
+            loaded.tokenizer.save_pretrained(temporary)
+            temporary.rename(folder)
+        return str(folder)
 
     def factors(self, name: str) -> RescaleFactors:
         """Factors of a row, made if they are not there."""
@@ -144,17 +160,17 @@ class Bench:
             config = self.output / f"mix-{length // K}k.toml"
             config.parent.mkdir(parents=True, exist_ok=True)
             config.write_text(mix.replace('"books"', json.dumps(str(self.data / "books" / "train"))), encoding="utf-8")
-            run_plan(self.model, path, config=config, cache=self.output / "tokens")
+            run_plan(self.base, path, config=config, cache=self.output / "tokens")
         return path
 
     def train(self, name: str) -> str:
         """The trained model of a row."""
         row = ROWS[name]
         if row.make is None:
-            return self.model
+            return self.base
         factors = self.factors(name)
         product = train(
-            self.model,
+            self.base,
             factors,
             self.plan(row.length),
             self.output / name / "train",
@@ -205,7 +221,7 @@ class Bench:
                 "train_seconds": sum(line["seconds"] for line in log),
                 "evaluate_seconds": sum(result["seconds"] for result in results),
             },
-            "losses": [[line["step"], line["loss_short"], line["loss_long"]] for line in log],
+            "losses": [[line["step"], line.get("loss_short"), line.get("loss_long")] for line in log],
         }
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from longrope2.errors import DataError, LongRopeError
 from longrope2.evaluation import book_perplexity, infinitebench, loft, longbench, niah, passkey
-from longrope2.evaluation.samples import encode, most_that_fit, read_rows, truncate_middle
+from longrope2.evaluation.samples import encode, most_that_fit, prompt_tokens, read_rows, truncate_middle
 from longrope2.evaluation.suites import Setup, chosen
 from longrope2.models import describe, load_tokenizer
 
@@ -44,7 +44,7 @@ def write_rows(path: Path, rows) -> Path:
 
 def fits(sample, tokenizer) -> int:
     """Tokens of prompt and answer, which must be within the length."""
-    total = len(sample.tokens(tokenizer)) + sample.max_new_tokens
+    total = len(prompt_tokens(tokenizer, [sample])[0]) + sample.max_new_tokens
     assert total <= sample.length, sample.key
     return total
 
@@ -74,7 +74,7 @@ def test_needles_in_a_chat(chat_tokenizer):
             r"provided text\?\n\[assistant\]The special magic number for \S+ mentioned .* is$", sample.prompt
         )
         assert sample.references[0] in sample.prompt
-        assert sample.tokens(chat_tokenizer).count(chat_tokenizer.bos_token_id) == 1
+        assert prompt_tokens(chat_tokenizer, [sample])[0].count(chat_tokenizer.bos_token_id) == 1
 
 
 @pytest.mark.parametrize(

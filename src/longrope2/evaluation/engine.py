@@ -5,8 +5,7 @@ interrupted runs again as a whole. Rounding depends on who shares a batch; so a 
 """
 
 import math
-from collections.abc import Callable, Hashable, Sequence
-from itertools import groupby
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,7 +13,7 @@ from longrope2.console import ProgressLine
 from longrope2.distributed import World
 from longrope2.errors import DataError
 from longrope2.evaluation.backend import Backend, Prompt, Span
-from longrope2.evaluation.samples import Sample, digest
+from longrope2.evaluation.samples import Sample, digest, prompt_tokens
 from longrope2.journal import JournalFile
 from longrope2.perplexity import Score
 
@@ -84,7 +83,7 @@ class Engine:
         ids = [sample.digest() for sample in samples]
 
         def compute(batch: Sequence[int]) -> list[str]:
-            return self.backend.answer([self._prompt(samples[index]) for index in batch])
+            return self.backend.answer(self._prompts([samples[index] for index in batch]))
 
         def keep(index: int, answer: str) -> None:
             sample = samples[index]
@@ -126,9 +125,12 @@ class Engine:
         self._run(plan_scores(spans), ids, self._scores, lengths, compute, keep, label)
         return [self._scores[identity] for identity in ids]
 
-    def _prompt(self, sample: Sample) -> Prompt:
+    def _prompts(self, samples: Sequence[Sample]) -> list[Prompt]:
+        tokens = prompt_tokens(self.backend.tokenizer, samples)
+        return [self._prompt(*pair) for pair in zip(samples, tokens, strict=True)]
+
+    def _prompt(self, sample: Sample, tokens: Sequence[int]) -> Prompt:
         """Tokens of a sample, and as many new ones as the window has room for; the last one is never run."""
-        tokens = sample.tokens(self.backend.tokenizer)
         room = self.backend.window + 1 - len(tokens)
         if self._beyond_window:
             room = sample.max_new_tokens
@@ -172,21 +174,19 @@ class Engine:
 
 
 def plan_answers(samples: Sequence[Sample], batch_tokens: int, batch_rows: int) -> list[list[int]]:
-    """Indices of samples that share a batch: of one task and length, neighbours, as many as fit; longest first.
+    """Indices of samples that share a batch: of one length, as many as fit; longest first.
 
-    Longest first, so that memory runs out at once or never. By task, so that more samples or more tasks change no
-    batch that is known already, except the last of a task.
+    Longest first, so that memory runs out at once or never. All tasks' first samples come before their second ones, so
+    that more samples change no batch that is known already, except the last.
     """
+    by_length: dict[int, list[int]] = {}
+    for index in sorted(range(len(samples)), key=lambda index: samples[index].index):
+        by_length.setdefault(samples[index].length, []).append(index)
     batches = []
-    for _, group in groupby(range(len(samples)), key=lambda index: _place(samples[index])):
-        indices = list(group)
-        rows = min(max(1, batch_tokens // samples[indices[0]].length), batch_rows)
+    for length in sorted(by_length, reverse=True):
+        indices, rows = by_length[length], min(max(1, batch_tokens // length), batch_rows)
         batches += [indices[begin : begin + rows] for begin in range(0, len(indices), rows)]
-    return sorted(batches, key=lambda batch: -samples[batch[0]].length)
-
-
-def _place(sample: Sample) -> Hashable:
-    return sample.suite, sample.task, sample.length
+    return batches
 
 
 def plan_scores(spans: Sequence[Span]) -> list[list[int]]:
