@@ -1,10 +1,10 @@
-"""The rows of docs/results.md: each method's factors, training and scores, from commands anyone can run.
+"""The paper's comparison and ablations, row by row: each method's factors, training and scores.
 
     python recipes/smollm2/run.py SmolLM2-135M-Instruct.Q4_1.gguf --data DATA -o runs/smollm2 yarn wide
 
 DATA holds books/train and books/validation (text files), short/ (HellaSwag, MMLU, TruthfulQA) and RULER's question
 files. Everything resumes: a row that was interrupted goes on with the same command, and what is done is not done again.
-Each finished row leaves its scores, cost and factors in OUTPUT/<row>.json; `tables.py` makes the page of them.
+Each finished row leaves its scores, cost and factors in OUTPUT/<row>.json.
 """
 
 import argparse
