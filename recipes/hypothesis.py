@@ -1,0 +1,107 @@
+"""Where the critical dimension of a model really lies: needle perplexity over d_rcd and the factor beyond it, and what
+the search of the paper's space finds with several seeds.
+
+    python recipes/hypothesis.py skewed uniform short --target-length 2048 --temperature 1.21 -o results/tiny
+    python recipes/hypothesis.py SmolLM2.gguf --target-length 32768 --books BOOKS -o results/smollm2
+
+Models are folders, files or `tiny`; each leaves OUTPUT/hypothesis-NAME.json, and is skipped when that is there.
+"""
+
+import argparse
+import math
+from pathlib import Path
+from typing import Any
+
+from longrope2 import rescale, search_factors
+from longrope2.books import read_books
+from longrope2.console import ProgressLine
+from longrope2.files import package_versions, write_json
+from longrope2.memory import keep_freed_memory
+from longrope2.models import LoadedModel, describe, load
+from longrope2.needles import make_needles
+from longrope2.perplexity import scoring
+
+SEED = 7  # of the documents, which are the same for every model with the same tokenizer
+
+
+def landscape(loaded: LoadedModel, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Needle NLL of each document for NTK up to d_rcd and f·s from there on."""
+    spec = loaded.info.rope
+    held_out = True if options.books is None else None
+    books = read_books(options.books, held_out=held_out)
+    documents = make_needles(
+        loaded.tokenizer, books, length=options.target_length, count=options.documents, seed=SEED, depth=0.0
+    )
+    dimensions = range(max(spec.ten_period_dimension - 2, 1), spec.critical_dimension + 3)
+    cells = [(dimension, ratio) for dimension in dimensions for ratio in options.ratios]
+    line, found = ProgressLine(len(cells), "landscape"), []
+    first = rescale(loaded.info, "none", options.target_length)
+    with scoring(loaded.model, first) as scorer:
+        for number, (dimension, ratio) in enumerate(cells, start=1):
+            factors = rescale(
+                loaded.info,
+                "longrope2",
+                options.target_length,
+                critical_dimension=dimension,
+                right_factors=[ratio * options.target_length / spec.original_length],
+                attention_factor=options.temperature,
+            )
+            scores = [scorer(factors, [document])[0] for document in documents]
+            nll = [score.nll / score.num_tokens for score in scores]
+            exact = sum(score.exact for score in scores) / len(scores)
+            found.append({"critical_dimension": dimension, "ratio": ratio, "nll": nll, "exact": exact})
+            line.update(number, f"d_rcd {dimension}, {ratio}·s: perplexity {math.exp(sum(nll) / len(nll)):.3f}")
+    return found
+
+
+def searches(model: str, name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """What the search finds, seed by seed."""
+    found = []
+    for seed in range(options.seeds):
+        factors = search_factors(
+            model,
+            options.target_length,
+            options.output / "searches" / f"{name}-{seed}",
+            books=options.books,
+            documents=options.documents,
+            iterations=options.iterations,
+            attention_factor=options.temperature,
+            seed=seed,
+        )
+        found.append({"seed": seed, "critical_dimension": factors.critical_dimension, "factors": list(factors.long)})
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="+")
+    parser.add_argument("--target-length", type=int, required=True)
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--ratios", type=lambda text: [float(part) for part in text.split(",")], default="1,1.25,1.5,2")
+    parser.add_argument("--documents", type=int, default=10)
+    parser.add_argument("--iterations", type=int, default=12)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--books")
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    options = parser.parse_args()
+    keep_freed_memory()
+    for model in options.models:
+        info = describe(model)
+        path = options.output / f"hypothesis-{info.name}.json"
+        if path.exists():
+            continue
+        content = {
+            "model": info.name,
+            "target_length": options.target_length,
+            "temperature": options.temperature,
+            "theory": info.rope.critical_dimension,
+            "ten_periods": info.rope.ten_period_dimension,
+            "landscape": landscape(load(info), options),
+            "searches": searches(model, info.name, options),
+            "versions": package_versions("torch", "transformers"),
+        }
+        write_json(path, content)
+
+
+if __name__ == "__main__":
+    main()
