@@ -18,8 +18,9 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/longrope2 extend tiny --target-length 4096 -o runs/demo
 
+# A file stays with one worker, which makes what its tests share once; tests/conftest.py puts long files first.
 test: $(READY)
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -2,6 +2,8 @@
 
 import json
 import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,13 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if "PYTEST_XDIST_WORKER" in os.environ:
     # As many workers as cores, so one thread each, in the processes they start as well.
     os.environ["OMP_NUM_THREADS"] = "1"
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A background job: without this, nothing that a test starts could be interrupted.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Begun first, so that no worker is left with one of them in the end; the rest take less than half a minute each.
+LONGEST = ("test_pipeline_run", "test_training_cli", "test_search_run", "test_training_run", "test_readme",
+           "test_recipe_tiny", "test_evaluation_engine", "test_generation", "test_training_parallel")  # fmt: skip
 FIXTURES = Path(__file__).parent / "fixtures"
 ORIGINAL_LENGTH = 32
 TARGET_LENGTH = 128
@@ -76,6 +84,23 @@ def family_model(family: str, rope: dict[str, Any] | None = None, **overrides: A
     torch.manual_seed(0)
     config = family_config(family, rope, **overrides)
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first."""
+    order = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """As the processes have that tests start: the order of sums, and so their last bits, depends on the number."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

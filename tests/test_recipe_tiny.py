@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -25,7 +26,9 @@ def recipe() -> Iterator[tuple[ModuleType, ModuleType, ModuleType, ModuleType]]:
     import recall
     import train
 
+    precision = torch.get_float32_matmul_precision()  # which the training script sets
     yield recall, train, evaluate, card
+    torch.set_float32_matmul_precision(precision)
     sys.path.remove(str(RECIPE))
 
 
@@ -73,20 +76,18 @@ def batch(recall, maker, *, length: int = 256, rows: int = 400, needles=(1, 1, 2
     return recall.Batches(maker, [step], seed=seed)[0]
 
 
-def run_smoke(output: Path, *arguments: str) -> dict:
-    command = [
-        sys.executable,
-        str(RECIPE / "train.py"),
-        "--smoke",
-        "--device",
-        "cpu",
-        "--output",
-        str(output),
-    ]
+SMOKE = ["--smoke", "--steps-scale", "0.15", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory) -> Path:
+    """The folder that the script leaves, run as a process."""
+    folder = tmp_path_factory.mktemp("smoke")
+    command = [sys.executable, str(RECIPE / "train.py"), *SMOKE, "--output", str(folder), "--seed", "3"]
     # One thread: beside other tests, threads that wait for each other cost more than they bring.
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([*command, *arguments], check=True, timeout=300, capture_output=True, env=environment)
-    return json.loads((output / "training.json").read_text(encoding="utf-8"))
+    subprocess.run(command, check=True, timeout=300, capture_output=True, env=environment)
+    return folder
 
 
 def test_numbers_have_a_token_per_digit_and_keys_are_short(tokenizer):
@@ -217,27 +218,35 @@ def test_schedule_warms_up_and_decays(recipe):
     assert all(step.rows * step.length <= config.tokens_per_step for step in config.schedule())
 
 
-def test_smoke_training_makes_a_folder_that_transformers_loads(recipe, tmp_path):
+def test_smoke_training_makes_a_folder_that_transformers_loads(recipe, smoke):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from longrope2.books import read_books
-    from longrope2.files import write_json
-
-    record = run_smoke(tmp_path)
+    assert len(recipe[1].TinyConfig().smoke().schedule()) == 20
+    record = json.loads((smoke / "training.json").read_text(encoding="utf-8"))
     assert record["config"]["distances"] == "skewed"
-    assert record["log"][-1]["step"] == 20
+    assert record["log"][-1]["step"] == 3
     assert sum(record["distances"]["counts"]) > 0
     assert {"torch", "transformers", "longrope2"} <= set(record["versions"])
-    model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(smoke)
+    tokenizer = AutoTokenizer.from_pretrained(smoke)
     assert model.dtype == torch.bfloat16
     assert model.config.max_position_embeddings == 256
-    assert (tmp_path / "model.safetensors").stat().st_size < 16e6
+    assert (smoke / "model.safetensors").stat().st_size < 16e6
     assert tokenizer("7 kites").input_ids[0] == tokenizer.bos_token_id == model.config.bos_token_id
     assert tokenizer.decode(tokenizer("Call me 12.\n").input_ids, skip_special_tokens=True) == "Call me 12.\n"
 
-    # Evaluation and card on next to nothing: the numbers mean nothing, but every path is walked.
-    _, _, evaluate, card = recipe
+
+def test_evaluation_and_card(recipe, books, tokenizer, tmp_path, monkeypatch):
+    """On next to nothing: the numbers mean nothing, but every path is walked."""
+    from longrope2.books import read_books
+    from longrope2.files import write_json
+
+    recall, train, evaluate, card = recipe
+    small = replace(train.TinyConfig().smoke(), num_layers=1, hidden_size=64, num_heads=1, num_key_value_heads=1)
+    monkeypatch.setattr(train, "train_tokenizer", lambda *_: tokenizer)
+    model, _, record = train.train(small, books, device=torch.device("cpu"), compiled=False, workers=0)
+    assert [line["step"] for line in record["log"]] == [10, 20]
+    train.save(tmp_path, model, tokenizer, record)
     config = evaluate.EvaluationConfig(
         documents=1,
         long_documents=1,
@@ -248,7 +257,8 @@ def test_smoke_training_makes_a_folder_that_transformers_loads(recipe, tmp_path)
         flat_multiples=(1.0,),
         ramp_start_stride=99,
     )
-    held_out = list(read_books(None, held_out=True, limit=2))
+    held_out = [replace(book, text=book.text[:50_000]) for book in read_books(None, held_out=True, limit=2)]
+    monkeypatch.setattr(evaluate, "read_templates", lambda which: recall.read_templates(which)[:4])
     evaluation = evaluate.evaluate(tmp_path, held_out, config, "cpu")
     for which in ("train", "held_out"):
         assert [result["length"] for result in evaluation["retrieval"][which]] == [64, 128]
@@ -276,16 +286,18 @@ def test_factors_are_taken_out_again(recipe):
     assert torch.equal(before, after)
 
 
-def test_one_seed_gives_one_model(tmp_path):
+def test_one_seed_gives_one_model(recipe, smoke, one_thread, tmp_path):
+    """In another process, too."""
     from safetensors.torch import load_file
 
-    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
-    for folder, seed in ((first, "3"), (second, "3"), (third, "4")):
-        run_smoke(folder, "--steps-scale", "0.15", "--seed", seed)
-    weights = [load_file(folder / "model.safetensors") for folder in (first, second, third)]
+    _, train, _, _ = recipe
+    again, other = tmp_path / "again", tmp_path / "other"
+    for folder, seed in ((again, "3"), (other, "4")):
+        assert train.main([*SMOKE, "--output", str(folder), "--seed", seed]) == 0
+    weights = [load_file(folder / "model.safetensors") for folder in (smoke, again, other)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     assert any(not torch.equal(weights[0][name], weights[2][name]) for name in weights[0])
-    assert (first / "tokenizer.json").read_bytes() == (second / "tokenizer.json").read_bytes()
+    assert (smoke / "tokenizer.json").read_bytes() == (again / "tokenizer.json").read_bytes()
 
 
 def test_bad_books_end_with_a_message(tmp_path):

@@ -1,8 +1,10 @@
-"""Files that are whole or absent: atomic writes, and the record of what made an artefact."""
+"""Files that are whole or absent: atomic writes, a folder for one process at a time, and what made an artefact."""
 
 import json
 import os
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
@@ -10,6 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from longrope2.errors import LongRopeError
+
+if sys.platform != "win32":  # where nobody is kept out
+    import fcntl
+
+ATTEMPTS, PAUSE = 5, 0.1
+"""How often to try for a lock, and the seconds between."""
 
 
 @contextmanager
@@ -44,6 +52,55 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file atomically; NaN and infinity are refused, since JSON has neither."""
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+@contextmanager
+def only_one(folder: Path, refusal: str, *, hint: str, file: str = "") -> Iterator[None]:
+    """Keep a second process out of a folder; whatever ends this one, also a kill, lets the next in.
+
+    What is locked is a file there, or without one the folder itself, which some network file systems cannot lock.
+    """
+    if sys.platform == "win32":
+        yield
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder / file, os.O_RDWR | os.O_CREAT, 0o666) if file else os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise LongRopeError(f"{folder}: cannot be written ({error.strerror})") from error
+    try:
+        for _ in range(ATTEMPTS):
+            if _locked(handle):
+                yield
+                return
+            time.sleep(PAUSE)  # somebody who only looks is gone by then
+    finally:
+        os.close(handle)
+    raise LongRopeError(f"{folder}: {refusal}", hint=hint)
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds this file, or folder, for itself right now."""
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False  # nobody ever was there
+    try:
+        return not _locked(handle)
+    finally:
+        os.close(handle)
+
+
+def _locked(handle: int) -> bool:
+    """Take a lock, which ends when the handle is closed; True also where there are none to take."""
+    if sys.platform != "win32":
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass
+    return True
 
 
 def package_versions(*names: str) -> dict[str, str]:

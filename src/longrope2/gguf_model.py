@@ -4,7 +4,9 @@ llama.cpp stores the rows of W_q and W_k so that both halves of a rotated pair l
 keeps them half a head apart. Reading undoes that permutation and dequantises to float32.
 """
 
+import copy
 import json
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +29,20 @@ LLAMA3_SPLIT = (
 PLAIN_SPLITS = ("default", "gpt-2")
 DIGIT_SPLITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
 LLAMA3_SPLITS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral")
+
+
+def open_gguf(path: Path) -> "GGUFModel":
+    """A GGUF file, parsed once while it stays the same: that takes seconds, and a command asks several times."""
+    try:
+        state = path.stat()
+    except OSError as error:
+        raise ModelError(f"{path}: not a readable GGUF file ({error.strerror})") from error
+    return _parsed(path, (state.st_ino, state.st_mtime_ns, state.st_size))
+
+
+@lru_cache(maxsize=1)
+def _parsed(path: Path, _state: tuple[int, ...]) -> "GGUFModel":
+    return GGUFModel(path)
 
 
 class GGUFModel:
@@ -149,7 +165,11 @@ class GGUFModel:
         return model.eval()
 
     def tokenizer(self) -> Any:
-        """The tokenizer, with the text split that the file names."""
+        """The tokenizer, with the text split that the file names; the caller's own, to change as need be."""
+        return copy.deepcopy(self._tokenizer)
+
+    @cached_property
+    def _tokenizer(self) -> Any:
         from tokenizers import Regex, pre_tokenizers
         from transformers import AutoTokenizer
 

@@ -1,16 +1,16 @@
 """The ledger of an extension: which steps are done, from what, and where in the run's folder their results lie."""
 
-import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+from longrope2 import files
 from longrope2.errors import LongRopeError
-from longrope2.files import write_json
 
 LEDGER = "pipeline.json"
 FORMAT, VERSION = "longrope2.pipeline", 1
@@ -34,8 +34,6 @@ WHOLE_HASH = 64 << 20
 """Bytes up to which a file is hashed whole; of larger ones samples must do."""
 SAMPLES, SAMPLE_BYTES = 64, 1 << 14
 LOCK = ".lock"
-ATTEMPTS, PAUSE = 5, 0.1
-"""How often to try for the lock, and the seconds between."""
 
 
 class Ledger:
@@ -93,7 +91,7 @@ class Ledger:
         return [name for name, digest in outputs.items() if output_digest(self.folder / name) != digest]
 
     def _write(self) -> None:
-        write_json(self.folder / LEDGER, self.content)
+        files.write_json(self.folder / LEDGER, self.content)
 
 
 def read_ledger(folder: Path) -> dict[str, Any] | None:
@@ -120,8 +118,8 @@ def fingerprint(value: Any) -> str:
 def output_digest(path: Path) -> str | None:
     """What tells the content of a file or folder from any other; None if there is nothing."""
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.is_file())
-        return fingerprint([[file.relative_to(path).as_posix(), _file_digest(file)] for file in files])
+        inside = sorted(file for file in path.rglob("*") if file.is_file())
+        return fingerprint([[file.relative_to(path).as_posix(), _file_digest(file)] for file in inside])
     return _file_digest(path) if path.is_file() else None
 
 
@@ -137,45 +135,14 @@ def _file_digest(path: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-@contextlib.contextmanager
-def only_one(folder: Path) -> Iterator[None]:
-    """Keep a second process out of a run's folder; whatever ends this one, also a kill, lets the next in."""
-    with _open(folder / LOCK) as file:
-        for _ in range(ATTEMPTS):
-            if _locked(file):
-                yield
-                return
-            time.sleep(PAUSE)  # somebody who only looks is gone by then
-    raise LongRopeError(f"{folder}: another process is at work there", hint="wait for it to end")
+def only_one(folder: Path) -> AbstractContextManager[None]:
+    """Keep a second process out of a run's folder."""
+    return files.only_one(folder, "another process is at work there", hint="wait for it to end", file=LOCK)
 
 
 def is_at_work(folder: Path) -> bool:
     """Whether a process works in a run's folder right now."""
-    try:
-        with (folder / LOCK).open("r") as file:
-            return not _locked(file)
-    except OSError:
-        return False  # nobody ever was
-
-
-def _locked(file: IO[str]) -> bool:
-    try:
-        import fcntl
-    except ImportError:  # Windows: nobody is kept out
-        return True
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
-
-
-def _open(path: Path) -> IO[str]:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("w")
-    except OSError as error:
-        raise LongRopeError(f"{path.parent}: cannot be written ({error.strerror})") from error
+    return files.is_locked(folder / LOCK)
 
 
 def age(entry: Mapping[str, Any]) -> float:

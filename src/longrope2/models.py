@@ -12,7 +12,7 @@ from longrope2.errors import ModelError
 from longrope2.factors import RescaleFactors
 from longrope2.families import RopeReading, accept_mscales, read_config
 from longrope2.files import package_versions
-from longrope2.gguf_model import GGUFModel
+from longrope2.gguf_model import open_gguf
 from longrope2.methods import rescale
 from longrope2.rope import RopeSpec
 
@@ -125,7 +125,7 @@ def load(
     if info.is_gguf:
         if tensor_parallel > 1:
             raise ModelError("a GGUF file cannot be spread over several GPUs", hint="save it as a folder first")
-        file = GGUFModel(Path(info.location))
+        file = open_gguf(Path(info.location))
         model, tokenizer = file.model(dtype=dtype), file.tokenizer()
     else:
         model, tokenizer = _load_weights(info, dtype, tensor_parallel), load_tokenizer(info)
@@ -137,14 +137,26 @@ def load(
 def load_tokenizer(info: ModelInfo) -> Any:
     """The tokenizer of a model, without its weights."""
     if info.is_gguf:
-        return GGUFModel(Path(info.location)).tokenizer()
+        return open_gguf(Path(info.location)).tokenizer()
     from transformers import AutoTokenizer
 
-    source, options = _where(info)
+    source, options = pretrained_source(info)
     try:
         return AutoTokenizer.from_pretrained(source, **options)
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"{info.name}: its tokenizer cannot be loaded ({_first_line(error)})") from error
+
+
+def pretrained_source(info: ModelInfo) -> tuple[str, dict[str, Any]]:
+    """The source and options of from_pretrained: never code of the repository, the hub only for a hub id."""
+    is_local = Path(info.location).is_dir()
+    options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": is_local}
+    match = None if is_local else HUB_ID.fullmatch(info.location)
+    if match is None:
+        return info.location, options
+    if match["revision"]:
+        options["revision"] = match["revision"]
+    return match["repo"], options
 
 
 def weights_fingerprint(info: ModelInfo) -> str:
@@ -174,7 +186,7 @@ def _load_weights(info: ModelInfo, dtype: "torch.dtype", tensor_parallel: int) -
 
     if not sys.stderr.isatty():
         logging.disable_progress_bar()  # a bar in a log file is noise
-    source, options = _where(info)
+    source, options = pretrained_source(info)
     if options["local_files_only"]:
         _require_safetensors(Path(source))
     placement: dict[str, Any] = {}
@@ -194,21 +206,9 @@ def _load_weights(info: ModelInfo, dtype: "torch.dtype", tensor_parallel: int) -
         raise ModelError(f"{info.name}: its weights cannot be loaded ({_first_line(error)})") from error
 
 
-def _where(info: ModelInfo) -> tuple[str, dict[str, Any]]:
-    """The source and options of from_pretrained: never code of the repository, the hub only for a hub id."""
-    is_local = Path(info.location).is_dir()
-    options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": is_local}
-    match = None if is_local else HUB_ID.fullmatch(info.location)
-    if match is None:
-        return info.location, options
-    if match["revision"]:
-        options["revision"] = match["revision"]
-    return match["repo"], options
-
-
 def _local_config(path: Path) -> tuple[dict[str, Any], str]:
     if path.suffix == ".gguf" and path.is_file():
-        config = GGUFModel(path).config()
+        config = open_gguf(path).config()
         return config, _digest(json.dumps(config, sort_keys=True).encode())
     file = path / "config.json"
     if not file.is_file():

@@ -7,7 +7,6 @@ import signal
 import time
 
 import pytest
-import torch
 from pipeline_samples import start, write_recipe
 
 from longrope2 import extend, ledger, load, train
@@ -37,12 +36,9 @@ def recipe(place):
 
 
 @pytest.fixture(scope="module")
-def whole(place, recipe):
-    """A run that nobody disturbed, made in this process with as many threads as the others have."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def whole(place, recipe, one_thread):
+    """A run that nobody disturbed."""
     extend(None, place / "whole", config=recipe, cache=place / "cache")
-    torch.set_num_threads(threads)
     return place / "whole"
 
 
@@ -244,7 +240,7 @@ def lines_in(path):
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def test_killed_again_and_again_it_ends_with_the_same(place, recipe, whole):
+def test_killed_again_and_again_it_ends_with_the_same(place, recipe, whole, capfd):
     """A real kill in training, then one in an evaluation; the search has a test of its own."""
     folder = place / "killed"
     stages = ("--stages", "search,data,train,evaluate,export,report")
@@ -263,12 +259,13 @@ def test_killed_again_and_again_it_ends_with_the_same(place, recipe, whole):
         entry = Ledger(folder).steps[step]
         assert entry["state"] == "running", "the kill came too late"
         assert {view.stage: view.state for view in look(folder)}[step.partition("/")[0]] == "interrupted"
-    process = start(recipe, folder, *stages)
-    output, errors = process.communicate(timeout=240)
-    assert process.returncode == 0, errors
-    assert f"{EVALUATIONS[0]} goes on (interrupted)" in errors
-    assert "search: done before" in errors
-    assert "LongRoPE2, trained" in output
+    capfd.readouterr()
+    arguments = ["extend", "--config", str(recipe), "-o", str(folder), "--cache", str(place / "cache")]
+    cli.main([*arguments, *stages], standalone_mode=False)
+    printed = capfd.readouterr()
+    assert f"{EVALUATIONS[0]} goes on (interrupted)" in printed.err
+    assert "search: done before" in printed.err
+    assert "LongRoPE2, trained" in printed.out
     assert results_of(folder) == results_of(whole)
     assert summarise(gather(folder)).to_json() == summarise(gather(whole)).to_json()
     assert Ledger(folder).steps["train"]["sessions"] == 2

@@ -11,12 +11,14 @@ import torch
 from training_samples import log_without_times, make_sample, weights
 
 from longrope2.cli import main
+from longrope2.errors import LongRopeError
+from longrope2.training.loop import train
 
 STEPS = 30
 
 
 @pytest.fixture(scope="module")
-def sample(tmp_path_factory):
+def sample(tmp_path_factory, one_thread):
     return make_sample(tmp_path_factory.mktemp("sample"))
 
 
@@ -36,9 +38,9 @@ def wait_for_checkpoint(process, output, newer_than=0):
         time.sleep(0.01)
 
 
-def test_interrupted_and_killed_it_ends_with_the_same_bytes(sample, tmp_path):
+def test_interrupted_and_killed_it_ends_with_the_same_bytes(sample, tmp_path, capsys):
+    """Two real processes that do not end well; the two runs that do are made in this one."""
     options = {"steps": STEPS, "save_every": 2}
-    whole = sample.start(tmp_path / "whole", **options)
     parts = sample.start(tmp_path / "parts", **options)
     first = wait_for_checkpoint(parts, tmp_path / "parts")
     parts.send_signal(signal.SIGINT)
@@ -51,11 +53,9 @@ def test_interrupted_and_killed_it_ends_with_the_same_bytes(sample, tmp_path):
     os.kill(again.pid, signal.SIGKILL)
     finish(again)
     assert not (tmp_path / "parts" / "model").exists()
-    code, errors = finish(sample.start(tmp_path / "parts", **options))
-    assert code == 0, errors
-    assert "resuming after step" in errors
-    code, errors = finish(whole)
-    assert code == 0, errors
+    sample.run(tmp_path / "parts", **options)
+    assert "resuming after step" in capsys.readouterr().err
+    sample.run(tmp_path / "whole", **options)
     name = "model.safetensors"
     assert (tmp_path / "parts/model" / name).read_bytes() == (tmp_path / "whole/model" / name).read_bytes()
     assert log_without_times(tmp_path / "parts") == log_without_times(tmp_path / "whole")
@@ -102,13 +102,18 @@ def test_one_of_several_processes_tells_of_an_error(sample, tmp_path):
     assert errors.count("none.json: no such file") == 1
 
 
-def test_a_second_run_is_kept_out_of_a_folder(sample, tmp_path):
-    output = tmp_path / "run"
-    first = sample.start(output, steps=STEPS, save_every=2)
-    wait_for_checkpoint(first, output)
-    first.send_signal(signal.SIGSTOP)  # lest it ends before the second one begins
-    code, errors = finish(sample.start(output, steps=STEPS, save_every=2))
-    first.send_signal(signal.SIGCONT)
-    assert code == 2
-    assert errors == f"error: {output}: another process is training there\nhint: wait for it, or use another folder\n"
-    assert finish(first)[0] == 0
+def test_a_second_run_is_kept_out_of_a_folder(sample, tmp_path, monkeypatch):
+    output, trained = tmp_path / "run", []
+
+    def train_while_another_tries(*arguments, **options):
+        monkeypatch.setattr("longrope2.training.run.train", train)
+        with pytest.raises(LongRopeError, match="another process is training there") as refused:
+            sample.run(output)
+        assert str(refused.value).startswith(f"{output}: ")
+        assert refused.value.hint == "wait for it, or use another folder"
+        trained.append(train(*arguments, **options))
+
+    monkeypatch.setattr("longrope2.training.run.train", train_while_another_tries)
+    assert weights(sample.run(output))
+    assert [result.step for result in trained[0]] == [1, 2, 3, 4]
+    sample.run(output, as_json=True)  # the first is gone: let in, and nothing left to do

@@ -2,53 +2,79 @@
 
 import json
 import os
+import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from test_training_loop import ALONE, row
 
+from conftest import family_model
 from longrope2.distributed import World
 from longrope2.errors import LongRopeError
+from longrope2.training.loop import TrainConfig, train
 from longrope2.training.mixed import Batch
 from longrope2.training.parallel import Ulysses, own_part
+from test_rotary import make_factors
 
 HERE = Path(__file__).parent
+CONFIG = TrainConfig(steps=6, batch_rows=4, learning_rate=1e-2, warmup_steps=2, save_every=2, keep=5)
+# Trains twice in the same two processes: they cost far more to start than to train.
 SCRIPT = """
 import json, sys
 from pathlib import Path
 sys.path[:0] = [{here!r}, {tests!r}]
-from conftest import family_model
-from test_rotary import make_factors
-from test_training_loop import row
 from longrope2.distributed import world
-from longrope2.training.loop import TrainConfig, train
+from test_training_parallel import run_here
 
-folder, family, group = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-with world(group_size=group) as here:
-    model = family_model(family)
-    config = TrainConfig(steps=6, batch_rows=4, learning_rate=1e-2, warmup_steps=2, save_every=2, keep=5)
-    results = train(model, make_factors(model), row, config, folder, here)
-    if here.is_main:
-        values = [(r.step, r.loss, r.gradient_norm, r.loss_by_kind, r.tokens) for r in results]
-        (folder / f"results-{{here.num_processes}}-{{group}}.json").write_text(json.dumps(values))
+for group in (1, 2):
+    with world(group_size=group) as here:
+        folder = Path(sys.argv[1]) / str(group)
+        results = run_here(folder, sys.argv[2], here)
+        if here.is_main:
+            (folder / "results.json").write_text(json.dumps(results))
 """
 
 
-def run(folder, processes, *, group=1, family="llama"):
-    script = folder.parent / "train.py"
-    script.write_text(SCRIPT.format(here=str(HERE), tests=str(HERE.parent)))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    launcher = [sys.executable]
-    if processes > 1:
-        launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
-        launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    folder.mkdir(exist_ok=True)
-    command = [*launcher, str(script), str(folder), family, str(group)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads((folder / f"results-{processes}-{group}.json").read_text())
+def run_here(folder, family="llama", here=ALONE):
+    """Train in this process; what each step gave."""
+    model = family_model(family)
+    results = train(model, make_factors(model), row, CONFIG, folder, here)
+    return [(r.step, r.loss, r.gradient_norm, r.loss_by_kind, r.tokens) for r in results]
+
+
+def run_together(folder, family):
+    """Train in two processes that share the weights, then in two that share rows, as torchrun would start them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    together = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    script = SCRIPT.format(here=str(HERE), tests=str(HERE.parent))
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, str(folder), family], stderr=subprocess.PIPE, text=True,
+            env={**os.environ, **together, "RANK": rank, "LOCAL_RANK": rank},
+        )
+        for rank in ("0", "1")
+    ]  # fmt: skip
+    try:
+        for worker in workers:
+            _, errors = worker.communicate(timeout=240)
+            assert worker.returncode == 0, errors[-3000:]
+    finally:
+        for worker in workers:
+            worker.kill()
+    return folder / "1", folder / "2"
+
+
+@pytest.fixture(scope="module", params=["llama", pytest.param("gemma2", marks=pytest.mark.slow)])
+def runs(request, tmp_path_factory, one_thread):
+    """The family, what one process gives, and the folders of two that share weights and of two that share rows."""
+    folder, family = tmp_path_factory.mktemp(request.param), request.param
+    return family, run_here(folder / "alone", family), *run_together(folder, family)
 
 
 def assert_same_curve(ours, expected, tolerance=1e-4):
@@ -62,23 +88,18 @@ def assert_same_curve(ours, expected, tolerance=1e-4):
         assert tokens == tokens2
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("gemma2", marks=pytest.mark.slow)])
-def test_the_same_loss_curve_however_it_is_split(tmp_path, family):
-    alone = run(tmp_path / "one", 1, family=family)
+def test_the_same_loss_curve_however_it_is_split(runs):
+    _, alone, *together = runs
     assert alone[-1][1] < alone[0][1]
-    assert_same_curve(run(tmp_path / "sharded", 2, family=family), alone)
-    assert_same_curve(run(tmp_path / "sequence", 2, group=2, family=family), alone)
+    for folder in together:
+        assert_same_curve(json.loads((folder / "results.json").read_text()), alone)
 
 
-def test_resuming_on_another_number_of_processes(tmp_path):
-    alone = run(tmp_path / "one", 1)
-    run(tmp_path / "two", 2)
-    saved = tmp_path / "two" / "checkpoints"
-    for step in (4, 6):  # as if it had been killed after step 2
-        for file in (saved / f"step-{step:08d}").iterdir():
-            file.unlink()
-        (saved / f"step-{step:08d}").rmdir()
-    resumed = run(tmp_path / "two", 1)
+def test_resuming_on_another_number_of_processes(runs, tmp_path):
+    family, alone, shared_weights, _ = runs
+    killed = "step-00000002"  # as if it had been killed after step 2
+    shutil.copytree(shared_weights / "checkpoints" / killed, tmp_path / "checkpoints" / killed)
+    resumed = run_here(tmp_path, family)
     assert [step for step, *_ in resumed] == [3, 4, 5, 6]
     assert_same_curve(resumed, alone)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from longrope2.errors import ModelError
-from longrope2.gguf_model import GGUFModel
+from longrope2.gguf_model import GGUFModel, open_gguf
 from longrope2.models import HUB_ID, ModelInfo, load_tokenizer
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
@@ -51,7 +51,7 @@ class SourceModel:
 
     @cached_property
     def _file(self) -> GGUFModel:
-        return GGUFModel(Path(self.info.location))
+        return open_gguf(Path(self.info.location))
 
     @cached_property
     def config(self) -> dict[str, Any]:

@@ -2,10 +2,8 @@
 
 import hashlib
 import json
-import os
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from longrope2.data.plan import read_plan
 from longrope2.distributed import World, world
 from longrope2.errors import LongRopeError, all_problems
 from longrope2.factors import RescaleFactors
-from longrope2.files import write_json
+from longrope2.files import only_one, write_json
 from longrope2.models import describe, load
 from longrope2.training.job import Job, prepare
 from longrope2.training.loop import train
@@ -59,7 +57,8 @@ def run_train(
             **options,
         )
         if not _is_finished(output, job, here):
-            with _alone_in(output) if here.is_main else nullcontext():
+            alone = only_one(output, "another process is training there", hint="wait for it, or use another folder")
+            with alone if here.is_main else nullcontext():
                 if here.is_main:
                     write_json(output / SETTINGS, job.settings())
                 train_job(job, output, here, wandb=wandb)
@@ -151,34 +150,6 @@ def _is_finished(output: Path, job: Job, here: World) -> bool:
     if finished and here.is_main:
         say(f"{output}: this run is already finished")
     return bool(finished)
-
-
-@contextmanager
-def _alone_in(output: Path) -> Iterator[None]:
-    """Keep a second run out of a folder; the lock ends with the process, however that ends."""
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        yield
-        return
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        folder = os.open(output, os.O_RDONLY)
-    except OSError as error:
-        raise LongRopeError(f"{output}: cannot be written ({error.strerror})") from error
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(folder)
-        raise LongRopeError(
-            f"{output}: another process is training there", hint="wait for it, or use another folder"
-        ) from error
-    except OSError:  # some network file systems have no locks for folders
-        pass
-    try:
-        yield
-    finally:
-        os.close(folder)
 
 
 def _look_at(output: Path, identity: dict[str, Any]) -> tuple[bool, str | None]:

@@ -11,8 +11,8 @@ from torch import nn
 
 from longrope2.errors import ModelError
 from longrope2.families import SLIDING_ATTENTION
-from longrope2.gguf_model import GGUFModel
-from longrope2.models import HUB_ID, ModelInfo
+from longrope2.gguf_model import open_gguf
+from longrope2.models import ModelInfo, pretrained_source
 from longrope2.training.trainable import linear_layers, matching
 
 
@@ -23,12 +23,11 @@ def skeleton(info: ModelInfo) -> Any:
 
     try:
         if info.is_gguf:
-            values = GGUFModel(Path(info.location)).config()
+            values = open_gguf(Path(info.location)).config()
             config = AutoConfig.for_model(values.pop("model_type"), **values)
         else:
-            match = None if Path(info.location).is_dir() else HUB_ID.fullmatch(info.location)
-            source, revision = (match["repo"], match["revision"]) if match else (info.location, None)
-            config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+            source, options = pretrained_source(info)
+            config = AutoConfig.from_pretrained(source, **options)
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # initialising what has no values
             return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
