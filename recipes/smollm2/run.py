@@ -11,7 +11,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -59,8 +59,7 @@ def without_temperature(row: str) -> Make:
     """The factors of another row, attention untouched."""
 
     def make(bench: "Bench", length: int, folder: Path) -> RescaleFactors:
-        content = bench.factors(row).to_json()
-        return RescaleFactors.from_json({**content, "attention_factor": 1.0})
+        return replace(bench.factors(row), long_attention_factor=1.0)
 
     return make
 
