@@ -199,18 +199,20 @@ class Bench:
         write_json(self.output / f"{name}.json", self._summary(name, results))
 
     def _summary(self, name: str, results: list[dict[str, Any]]) -> dict[str, Any]:
+        """All evaluations of a row as one, as `longrope2 compare` takes it, with what it cost."""
         row, folder = ROWS[name], self.output / name
         log = read_log(folder / "train" / LOG) if row.steps else []
         return {
+            "name": row.title,
             "row": name,
-            "title": row.title,
             "table": row.table,
+            "model": results[0]["model"],
             "window": row.window,
             "target_length": row.length,
             "learning_rate": row.learning_rate,
             "factors": self.factors(name).to_json() if row.make else None,
             "scores": [score for result in results for score in result["scores"]],
-            "needles": next((result["grids"]["niah"] for result in results if "niah" in result["grids"]), None),
+            "grids": {suite: grid for result in results for suite, grid in result["grids"].items()},
             "notes": [note for result in results for note in result["notes"]],
             "versions": results[0]["versions"],
             "device": results[0]["device"],
