@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from conftest import family_config, family_model
 from longrope2.errors import MissingExtraError, ModelError
 from longrope2.gguf_model import GGUFModel
-from longrope2.models import describe, load, rescale_model
+from longrope2.models import describe, load, load_tokenizer, rescale_model
 
 gguf = pytest.importorskip("gguf")
 
@@ -224,6 +224,17 @@ class TestGGUF:
         text = "the dog ran 1234567 times,\n  it's 98%"
         assert ours(text).input_ids == source(text).input_ids
         assert ours.decode(ours(text).input_ids) == text
+
+    def test_a_file_is_parsed_once_until_it_changes(self, tmp_path, tokenizer_folder, monkeypatch):
+        path = write_gguf(tmp_path / "m.gguf", gguf_model(), tokenizer_folder)
+        info = describe(path)
+        load_tokenizer(info).chat_template = "changed by one, which the next must not see"
+        with monkeypatch.context() as patch:
+            patch.setattr(gguf, "GGUFReader", None)
+            assert describe(path) == info
+            assert load_tokenizer(info).chat_template is None
+        write_gguf(path, gguf_model(num_hidden_layers=1), tokenizer_folder)
+        assert describe(path).revision != info.revision
 
     def test_extended_files_are_recognised(self, tmp_path, tokenizer_folder):
         rope = [

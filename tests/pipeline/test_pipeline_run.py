@@ -12,6 +12,8 @@ from pipeline_samples import start, write_recipe
 from longrope2 import extend, ledger, load, train
 from longrope2.cli import cli
 from longrope2.errors import LongRopeError
+from longrope2.export import verify
+from longrope2.export.probes import probe
 from longrope2.factors import RescaleFactors
 from longrope2.ledger import Ledger
 from longrope2.models import ASSETS
@@ -37,8 +39,10 @@ def recipe(place):
 
 @pytest.fixture(scope="module")
 def whole(place, recipe, one_thread):
-    """A run that nobody disturbed."""
-    extend(None, place / "whole", config=recipe, cache=place / "cache")
+    """A run that nobody disturbed; engines are asked here, since tests/export/test_verify.py asks in processes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verify, "_ask", lambda engine, _, job: probe.ENGINES[engine.name](job))
+        extend(None, place / "whole", config=recipe, cache=place / "cache")
     return place / "whole"
 
 

@@ -14,7 +14,7 @@ from longrope2.cli import main
 from longrope2.errors import LongRopeError
 from longrope2.training.loop import train
 
-STEPS = 30
+STEPS = 20
 
 
 @pytest.fixture(scope="module")
