@@ -79,9 +79,9 @@ def test_needles_in_a_chat(chat_tokenizer):
 
 @pytest.mark.parametrize(
     ("answer", "score"),
-    [("1234567", 1), (" 1234567.\nThe", 1), ("no: 1234567!", 1), ("12345678", 0), ("01234567", 0), ("123", 0), ("", 0)],
+    [("1234567", 1), (" 1234567.\nThe", 1), ("no: 1234567!", 1), ("12345678", 1), ("1234576", 0), ("123", 0), ("", 0)],
 )
-def test_a_number_must_be_whole(answer, score):
+def test_a_number_must_have_every_digit(answer, score):
     assert niah.found_number(answer, ["1234567"]) == score
 
 

@@ -1,6 +1,5 @@
 """Needle in a haystack: a number hidden in a book, at every length and depth."""
 
-import re
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -22,8 +21,8 @@ NAME = "niah"
 
 
 def found_number(prediction: str, references: Sequence[str]) -> float:
-    """1 if the number stands in the answer, whole."""
-    return float(all(re.search(rf"(?<!\d){re.escape(value)}(?!\d)", prediction) for value in references))
+    """1 if the number stands in the answer: RULER's rule, which asks for retrieval and not for stopping in time."""
+    return float(all(value in prediction for value in references))
 
 
 def niah_samples(setup: Setup, length: int) -> list[Sample]:
