@@ -13,7 +13,7 @@ PACKAGE = Path(longrope2.__file__).parent
 ORDER = [
     "errors", "files", "memory", "journal", "console", "distributed", "rope", "factors", "figures", "methods",
     "families", "gguf_model", "models", "rotary", "generation", "kernels", "attention", "books", "needles",
-    "perplexity", "calibration", "search", "data", "training", "evaluation", "export", "ledger", "report",
+    "perplexity", "calibration", "search", "data", "training", "evaluation", "export", "shapes", "ledger", "report",
     "watching", "pipeline", "api", "inspection", "cli",
 ]  # fmt: skip
 

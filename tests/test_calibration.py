@@ -129,12 +129,19 @@ class TestTheCommand:
             ({"documents": 1}, "documents must be at least 2, got 1"),
             ({"store": True}, "--store writes into the config.json of a folder that has its own factors"),
             ({"factors_file": None}, "no factors were given, and tiny has none of its own\nhint: pass --factors FILE"),
-            ({"output": Path(__file__)}, "test_calibration.py: cannot be written"),
+            ({"output": Path(__file__)}, "test_calibration.py/calibration.json: cannot be written"),
+            ({"output": "TAKEN"}, r"calibration.json: cannot be written \(Is a directory\)"),
+            ({"seed": -1}, "seed must be at least 0, got -1"),
+            ({"books": "nosuch"}, "'nosuch' is neither a file or folder"),
+            ({"lengths": (288, 3)}, r"document of 3 tokens has no room[^\0]*smallest length .* is \d+"),
         ],
     )
     def test_refusals_before_weights_are_loaded(self, changes, message, factors, tmp_path, monkeypatch):
         monkeypatch.setattr(calibration, "load", lambda *_: pytest.fail("weights were loaded"))
         factors.save(tmp_path / "f.json")
+        (tmp_path / "calibration.json").mkdir()
+        if changes.get("output") == "TAKEN":
+            changes = {"output": tmp_path}
         with pytest.raises(LongRopeError, match=message):
             run_calibrate("tiny", **self.options(**{"factors_file": tmp_path / "f.json", **changes}))
 
@@ -149,10 +156,14 @@ class TestTheCommand:
 
     def test_results_are_shown_even_if_they_cannot_be_kept(self, result, tmp_path, capsys, monkeypatch):
         monkeypatch.setattr(calibration, "load", lambda *_: None)
-        monkeypatch.setattr(calibration, "calibrate", lambda *_: result)
-        (tmp_path / "calibration.json").mkdir()  # a file cannot take its name
+
+        def measure(*_):
+            (tmp_path / "calibration.json").mkdir()  # a file cannot take its name any more
+            return result
+
+        monkeypatch.setattr(calibration, "calibrate", measure)
         rescale("yarn", describe("tiny").rope, 1024).save(tmp_path / "f.json")
-        with pytest.raises(IsADirectoryError):
+        with pytest.raises(LongRopeError, match="cannot be written"):
             run_calibrate("tiny", **self.options(factors_file=tmp_path / "f.json", output=tmp_path))
         assert "recommended switch length" in capsys.readouterr().out
 

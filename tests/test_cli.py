@@ -9,9 +9,11 @@ import time
 import pytest
 
 from conftest import family_config
-from longrope2 import cli
+from longrope2 import cli, files
 from longrope2.errors import LongRopeError
+from longrope2.evaluation import run as evaluation
 from longrope2.factors import RescaleFactors
+from longrope2.search import run as search
 
 
 def run(*arguments, **options):
@@ -103,6 +105,7 @@ FACTORS = ["factors", "MODEL", "--target-length", "32k", "-o", "f.json", "--meth
     ("arguments", "message"),
     [
         (["inspect", "no-such-model"], "no such folder or file"),
+        (["inspect", "MODEL/config.json"], "config.json: a file, and not a .gguf one"),
         (["inspect"], "Missing argument 'MODEL'"),
         (["inspect", "MODEL", "--target-length", "far"], "'far' is not a length"),
         (["inspect", "MODEL", "--target-length", "4k"], "not above the trained window of 8,192"),
@@ -116,7 +119,7 @@ FACTORS = ["factors", "MODEL", "--target-length", "32k", "-o", "f.json", "--meth
     ],
 )
 def test_wrong_input_is_one_message_and_exit_code_2(arguments, message, model, tmp_path):
-    result = run(*[model if a == "MODEL" else a for a in arguments], cwd=tmp_path)
+    result = run(*[a.replace("MODEL", str(model)) for a in arguments], cwd=tmp_path)
     assert result.returncode == 2, result.stderr
     assert message in result.stderr
     assert "Traceback" not in result.stderr
@@ -167,8 +170,40 @@ def test_a_full_disk_is_one_message_wherever_it_is_met(monkeypatch, capsys):
         "error: [Errno 28] No space left on device: 'log.jsonl'\nhint: free some space and run the same command again\n"
     )
     assert capsys.readouterr().err == told
+    assert failing_main(monkeypatch, IsADirectoryError(21, "Is a directory", "f.json")) == 2
+    assert "'f.json'\nhint: check that path" in capsys.readouterr().err
     with pytest.raises(PermissionError):
         failing_main(monkeypatch, PermissionError(13, "Permission denied"))
+
+
+def test_a_folder_in_the_place_of_a_file_is_refused_before_and_after(tmp_path):
+    file = tmp_path / "f.json"
+    writing = files.atomic_path(file)
+    writing.__enter__()
+    file.mkdir()
+    with pytest.raises(LongRopeError, match="cannot be written") as caught:
+        writing.__exit__(None, None, None)
+    assert caught.value.hint == "give another path, or make this one writable"
+    for write in (files.check_writable, lambda path: files.write_json(path, 1)):
+        with pytest.raises(LongRopeError, match=r"f.json: cannot be written \(Is a directory\)"):
+            write(file)
+    files.check_writable(tmp_path / "new" / "g.json")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["f.json", "new"]
+
+
+@pytest.mark.parametrize("command", ["search", "evaluate"])
+def test_an_interrupted_job_says_that_it_goes_on(command, monkeypatch, capsys, tmp_path):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(search, "run_search", interrupted)
+    monkeypatch.setattr(evaluation, "run_evaluation", interrupted)
+    options = {"search": ["--target-length", "512"], "evaluate": ["--suite", "niah"]}[command]
+    monkeypatch.setattr(sys, "argv", ["longrope2", command, "tiny", *options, "-o", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 130
+    assert "the same command goes on" in capsys.readouterr().err
 
 
 def test_a_process_with_an_error_of_its_own_tells_it_in_the_end(monkeypatch, capsys):

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ from longrope2.books import read_books
 from longrope2.generation import command, load
 from longrope2.generation.command import Sampling, Timing, encode, read_prompt
 from longrope2.methods import rescale
+from longrope2.models import describe
 from longrope2.models import load as load_model
 from longrope2.rotary import rescaled
 
@@ -122,6 +124,23 @@ class TestText:
         beyond = longrope2("generate", "tiny", "--prompt", book, "--max-new-tokens", 9, "--allow-beyond")
         assert beyond.out.startswith(result.out.rstrip("\n"))
         assert "9 new tokens" in beyond.err
+        assert "warning: prompt and new tokens come to 259 tokens, tiny is made for 256" in beyond.err
+        assert "reminder" not in beyond.err
+
+    def test_factors_that_name_another_model(self, longrope2, factors, book, tmp_path):
+        options = ["--prompt", book, "--max-new-tokens", 1, "--factors", tmp_path / "f.json"]
+        info = describe("tiny")
+        for made_for, revision, told in (
+            ("other", "sha256:0", True),
+            ("tiny", "sha256:0", True),  # its config has changed since
+            ("owner/other", "3c0ffee", True),
+            ("a-copy", info.revision, False),
+            ("owner/tiny@main", "3c0ffee", False),  # the hub's, of which this may be a download
+        ):
+            replace(factors, provenance={"model": made_for, "revision": revision}).save(tmp_path / "f.json")
+            result = longrope2("generate", "tiny", *options)
+            assert result.code == 0
+            assert (f"warning: these factors were made for {made_for}" in result.err) is told
 
     def test_pin_says_its_side(self, longrope2, factors_file, book):
         options = ["generate", "tiny", "--prompt", book, "--factors", factors_file, "--switch", "pin"]
@@ -181,7 +200,7 @@ class TestRefusals:
             (["--prompt", "a", "-"], "one prompt is expected"),
             (["text"], "one prompt is expected"),
             (["--prompt", " \n"], "the prompt is empty"),
-            (["--prompt-file", "nowhere.txt"], "nowhere.txt: cannot be read (No such file or directory)"),
+            (["--prompt-file", "nowhere.txt"], "nowhere.txt: cannot be read (No such file or directory)\nhint: give"),
             (["--prompt-file", "."], ".: cannot be read (Is a directory)"),
             (["--prompt-file", "binary"], "binary: not a text file in UTF-8"),
             (["--prompt-file", "zeros"], "zeros: not a text file in UTF-8"),
@@ -191,7 +210,9 @@ class TestRefusals:
             (["--prompt", "a " * 2000, "--factors", "F"], "tokens: more than the extended window of 1,024"),
             (["--prompt", "a", "--switch", "shadow"], "tiny has no factors, so there is nothing to switch to"),
             (["--prompt", "a", "--factors", "F", "--switch-length", "2k"], "switch_length must lie from 1 to"),
-            (["--prompt", "a", "--factors", "nowhere.json"], "nowhere.json: no such file"),
+            (["--prompt", "a", "--factors", "nowhere.json"], "nowhere.json: no such file\nhint: write one with"),
+            (["--prompt", "a", "--factors", "."], ".: cannot be read (Is a directory)\nhint: write one with"),
+            (["--prompt", "a", "--factors", "binary"], "binary: cannot be read (it is no text)\nhint: write one with"),
             (["--prompt", "a", "--factors", "OTHER"], "these factors were made for another model than tiny"),
             (["--prompt", "a", "--temperature", "-1"], "temperature must be 0 or at least 1e-06, got -1"),
             (["--prompt", "a", "--temperature", "nan"], "temperature must be 0 or at least 1e-06, got nan"),

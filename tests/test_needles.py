@@ -1,7 +1,7 @@
 import re
 import subprocess
 import sys
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from longrope2.needles import (
     PAPER_TEMPLATE,
     NeedleDocument,
     NeedleTemplate,
+    check_length,
     key_value,
     make_needles,
 )
@@ -497,7 +498,7 @@ def test_special_token_in_the_book_that_cannot_be_split() -> None:
 def test_too_small_a_length_names_the_smallest(kind: str, depth: Any) -> None:
     with pytest.raises(DataError, match="no room for its sentences") as caught:
         make_needles(tokenizer(kind), books(), length=60, count=1, seed=0, depth=depth)
-    match = re.search(r"smallest safe length .* is (\d+)$", str(caught.value.hint))
+    match = re.search(r"smallest length .* is (\d+)$", str(caught.value.hint))
     assert match is not None
     smallest = int(match[1])
     for seed in range(4):
@@ -505,6 +506,13 @@ def test_too_small_a_length_names_the_smallest(kind: str, depth: Any) -> None:
             check(tokenizer(kind), document, smallest)
     with pytest.raises(DataError, match="no room"):
         make_needles(tokenizer(kind), books(), length=smallest - 40, count=5, seed=1, depth=depth)
+    check_length(tokenizer(kind), smallest)
+    with pytest.raises(DataError, match=f"document of {smallest - 1} tokens"):
+        check_length(tokenizer(kind), smallest - 1)
+    for refuse in (partial(make_needles, books=books(), count=1, seed=0), check_length):
+        with pytest.raises(DataError, match="document of 70 tokens") as caught:
+            refuse(tokenizer(kind), length=60, around=10)
+        assert str(caught.value.hint).endswith(f" {smallest + 10}")
 
 
 @pytest.mark.parametrize("depth", [-0.1, 1.1, float("nan"), [], [0.5, 2.0], "middle"])

@@ -40,6 +40,14 @@ def test_readme_example_runs(example, tmp_path, monkeypatch):
     assert len([line for line in example.splitlines() if line.strip()]) <= 10
     monkeypatch.chdir(tmp_path)
     exec(compile(example, "README.md", "exec"), {})
+    cli.main(["generate", "tiny-1k", "--prompt", "It was", "--max-new-tokens", "1"], standalone_mode=False)
+
+
+def test_the_first_evaluation_of_its_page_runs(tmp_path, monkeypatch):
+    program, *arguments = shlex.split(commands(ROOT / "docs" / "evaluation.md")[0])
+    assert (program, arguments[:2]) == ("longrope2", ["evaluate", "tiny"])
+    monkeypatch.chdir(tmp_path)
+    cli.main([*arguments, "--samples", "1"], standalone_mode=False)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

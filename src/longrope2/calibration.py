@@ -15,10 +15,10 @@ from longrope2.console import ProgressLine, say, show_json, show_table, warn
 from longrope2.errors import DataError, FactorsError, LongRopeError, MissingExtraError, all_problems, below_minimum
 from longrope2.factors import RescaleFactors
 from longrope2.figures import draw_calibration
-from longrope2.files import package_versions, write_json
+from longrope2.files import check_writable, package_versions, write_json
 from longrope2.generation.saved import carries_factors, read_factors, store_switch_length
-from longrope2.models import LoadedModel, describe, load
-from longrope2.needles import NeedleDocument, make_needles
+from longrope2.models import LoadedModel, check_factors, describe, load, load_tokenizer
+from longrope2.needles import NeedleDocument, check_length, make_needles
 from longrope2.perplexity import Score, Scorer, scoring
 
 FRACTIONS = (0.25, 0.5, 0.75, 0.875, 1.0, 1.25, 1.5, 2.0)
@@ -26,6 +26,7 @@ FRACTIONS = (0.25, 0.5, 0.75, 0.875, 1.0, 1.25, 1.5, 2.0)
 CONFIDENCE, TOLERANCE = 2.0, 0.01
 """Results count as the same within so many standard errors and nats per token: a model that is sure of its answers
 has errors so small that the former alone would tell 0.00002 from 0.00004."""
+RESULT = "calibration.json"
 RETRIEVES = 0.5
 """The share of exact answers, at the depth where it is least, from which on a RoPE retrieves."""
 
@@ -42,14 +43,17 @@ class CalibrationConfig:
     books: str | None = None
     seed: int = 0
 
-    def check(self, factors: RescaleFactors) -> None:
+    def check(self, target_length: int, tokenizer: Any) -> None:
         """Refuse what cannot be measured."""
-        problems = below_minimum(self, documents=2)
-        beyond = [length for length in self.lengths or () if length > factors.target_length]
+        problems = below_minimum(self, documents=2, seed=0)
+        beyond = [length for length in self.lengths or () if length > target_length]
         if beyond:
-            problems.append(f"lengths {beyond} are beyond the target length {factors.target_length} of the factors")
+            problems.append(f"lengths {beyond} are beyond the target length {target_length} of the factors")
         if problems:
             raise LongRopeError(all_problems("calibration", problems))
+        read_books(self.books, held_out=True)  # refuses what is not there, and reads nothing yet
+        if self.lengths:
+            check_length(tokenizer, min(self.lengths))
 
     def all_lengths(self, factors: RescaleFactors) -> list[int]:
         """The lengths to measure, the original window included."""
@@ -102,7 +106,7 @@ def recommend(gains: Mapping[int, tuple[float, float]], original_length: int) ->
 
 def calibrate(loaded: LoadedModel, factors: RescaleFactors, config: CalibrationConfig) -> dict[str, Any]:
     """Measure, and recommend a switch length; all of it as JSON values."""
-    config.check(factors)
+    config.check(factors.target_length, loaded.tokenizer)
     lengths = config.all_lengths(factors)
     # The longest first: whatever else is wrong shows there, before short lengths are passed over as too short.
     found = {length: _documents(loaded, config, length, factors.original_length) for length in reversed(lengths)}
@@ -163,12 +167,12 @@ def run_calibrate(
         )
     # Before an 8B model is loaded for nothing.
     if factors is not None:
-        factors.check_fits(info.rope, model)
-        config.check(factors)
+        check_factors(factors, info)
     elif not carries_factors(info):
         raise FactorsError(f"no factors were given, and {model} has none of its own", hint="pass --factors FILE")
+    config.check(factors.target_length if factors else info.reading.window, load_tokenizer(info))
     if output is not None:
-        _make_folder(output)
+        check_writable(output / RESULT)
     loaded = load(info)
     try:
         result = calibrate(loaded, factors or read_factors(loaded.model.config), config)
@@ -182,7 +186,7 @@ def run_calibrate(
     else:
         show(result)
     if output is not None:
-        write_json(output / "calibration.json", result)
+        write_json(output / RESULT, result)
         _draw(output, result)
     if store:
         store_switch_length(Path(info.location), result["switch_length"])
@@ -317,13 +321,6 @@ def _conclusions(points: Sequence[Mapping[str, Any]], original_length: int) -> d
         "original_stops": failing[0] if failing else None,
         "long_better_from": better_from,
     }
-
-
-def _make_folder(output: Path) -> None:
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise LongRopeError(f"{output}: cannot be written ({error.strerror})", hint="name a folder for -o") from error
 
 
 def _draw(output: Path, result: Mapping[str, Any]) -> None:

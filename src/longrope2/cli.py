@@ -5,6 +5,8 @@ Nothing heavy is imported until a command runs, so `--help` answers at once.
 
 import errno
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -232,7 +234,8 @@ def search(model: str, output: Path, as_json: bool, **options: Any) -> None:
     """
     from longrope2.search.run import run_search
 
-    run_search(model, output, as_json=as_json, **options)
+    with _resumable():
+        run_search(model, output, as_json=as_json, **options)
 
 
 @cli.command()
@@ -289,7 +292,10 @@ def generate(
 @click.option("--store", is_flag=True, help="Keep the recommended length in the model's own config.json.")
 @json_option
 def calibrate(model: str, factors: Path | None, **options: Any) -> None:
-    """Measure where to switch: needle retrieval with the original and with the long RoPE."""
+    """Measure where to switch: needle retrieval with the original and with the long RoPE.
+
+    After an interruption it begins anew.
+    """
     from longrope2.calibration import run_calibrate
 
     run_calibrate(model, factors_file=factors, **options)
@@ -422,14 +428,17 @@ def train(model: str, estimate: bool, gpus: int, gpu: str, target_length: int | 
     missing = [f"--{name}" for name in ("factors", "plan", "output") if options[name] is None]
     if missing:
         raise click.UsageError(f"missing: {', '.join(missing)}")
-    from longrope2.training.run import run_train
+    from longrope2.training.interrupts import interrupts
 
-    run_train(model, **options)
+    with interrupts():  # also around the imports, where one may get lost
+        from longrope2.training.run import run_train
+
+        run_train(model, **options)
 
 
 @cli.command()
 @model_argument
-@click.option("--suite", "suites", type=NAMES, required=True, metavar="LIST", help="ruler, niah, …: see below.")
+@click.option("--suite", "suites", type=NAMES, required=True, metavar="LIST", help="Of those named above.")
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), metavar="FOLDER")
 @click.option("--factors", "factors_file", type=click.Path(path_type=Path), metavar="FILE", help="Factors to use.")
 @click.option("--lengths", type=LENGTHS, metavar="LIST", help="E.g. 4k,8k; default: 4k up to the window.")
@@ -465,7 +474,8 @@ def evaluate(model: str, output: Path, **options: Any) -> None:
     """
     from longrope2.evaluation.run import run_evaluation
 
-    run_evaluation(model, output, **options)
+    with _resumable():
+        run_evaluation(model, output, **options)
 
 
 @cli.command()
@@ -596,10 +606,31 @@ def main() -> None:
         _tell(str(error))
         sys.exit(2)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        hint = _mending(error)
+        if hint is None:
             raise
-        _tell(f"{error}\nhint: free some space and run the same command again")
+        _tell(f"{error}\nhint: {hint}")
         sys.exit(2)
+
+
+def _mending(error: OSError) -> str | None:
+    """What the user can do about an error of the system; None for one that is ours."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "free some space and run the same command again"
+    if error.filename is not None and error.errno in (errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EROFS):
+        return "check that path: whether it is a file or a folder, and its permissions"
+    return None
+
+
+@contextmanager
+def _resumable() -> Iterator[None]:
+    """Say, where a job is interrupted, that nothing is lost."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if is_main_process():
+            click.echo("\nstopped; the same command goes on where it was", err=True)
+        raise
 
 
 def _tell(message: str) -> None:

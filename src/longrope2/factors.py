@@ -14,6 +14,7 @@ from longrope2.rope import RopeSpec
 
 FILE_FORMAT = "longrope2.factors"
 FILE_VERSION = 1
+MAKE_FACTORS = "write one with: longrope2 factors MODEL --target-length N --method NAME -o FILE"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +90,16 @@ class RescaleFactors:
                 hint=f"make its own: longrope2 factors {model} --target-length N --method NAME -o FILE",
             )
 
+    def made_for_another(self, model: str, revision: str) -> str | None:
+        """The model in their provenance, if that is another one; a copy or a download keeps its name or revision."""
+        made_for, made_at = self.provenance.get("model"), self.provenance.get("revision")
+        if not (isinstance(made_for, str) and isinstance(made_at, str)) or made_at == revision:
+            return None
+        # A folder is known by a hash of its config, the hub's models by a commit: these say nothing of each other.
+        comparable = made_at.startswith("sha256:") == revision.startswith("sha256:")
+        same_name = _last_part(made_for) == _last_part(model)
+        return None if same_name and not comparable else made_for
+
     def oddities(self) -> list[str]:
         """What is unusual but allowed, since published factors show it: below 1, or not monotone."""
         found = []
@@ -121,7 +132,7 @@ class RescaleFactors:
         if not isinstance(content, dict) or content.get("format") != FILE_FORMAT:
             raise FactorsError(
                 f'{source}: not a factors file (no "format": "{FILE_FORMAT}")',
-                hint="write one with: longrope2 factors MODEL --target-length N --method NAME -o FILE",
+                hint=MAKE_FACTORS,
             )
         if content.get("version") != FILE_VERSION:
             raise FactorsError(
@@ -141,9 +152,11 @@ class RescaleFactors:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise FactorsError(f"{path}: no such file") from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise FactorsError(f"{path}: cannot be read ({error})") from error
+            raise FactorsError(f"{path}: no such file", hint=MAKE_FACTORS) from None
+        except UnicodeDecodeError as error:
+            raise FactorsError(f"{path}: cannot be read (it is no text)", hint=MAKE_FACTORS) from error
+        except OSError as error:
+            raise FactorsError(f"{path}: cannot be read ({error.strerror})", hint=MAKE_FACTORS) from error
         except json.JSONDecodeError as error:
             raise FactorsError(
                 f"{path}: not valid JSON at line {error.lineno}, column {error.colno} ({error.msg})",
@@ -199,6 +212,11 @@ def _problems(values: Mapping[str, Any]) -> list[str]:
             lambda v: isinstance(v, int) and not isinstance(v, bool) and 0 <= v <= half,
         )
     return problems
+
+
+def _last_part(model: str) -> str:
+    """The name of a folder or hub model without what stands around it."""
+    return model.partition("@")[0].rstrip("/").rpartition("/")[2]
 
 
 def _is_number(value: Any) -> bool:

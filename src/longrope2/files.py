@@ -1,5 +1,6 @@
 """Files that are whole or absent: atomic writes, a folder for one process at a time, and what made an artefact."""
 
+import errno
 import json
 import os
 import sys
@@ -23,13 +24,7 @@ ATTEMPTS, PAUSE = 5, 0.1
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`; it takes the final name only if the block succeeds."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=path.suffix)
-    except OSError as error:
-        raise LongRopeError(f"{path}: cannot be written ({error.strerror})") from error
-    os.close(handle)
-    temporary = Path(name)
+    temporary = _temporary(path)
     # mkstemp makes private files; an artefact gets the permissions any new file of the user would have.
     umask = os.umask(0)
     os.umask(umask)
@@ -38,9 +33,37 @@ def atomic_path(path: Path) -> Iterator[Path]:
         yield temporary
         with temporary.open("rb") as written:
             os.fsync(written.fileno())
-        temporary.replace(path)
+        try:
+            temporary.replace(path)
+        except OSError as error:
+            raise _unwritable(path, error) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a file that could not be written, before the work whose result it is to hold."""
+    _temporary(path).unlink()
+
+
+def _temporary(path: Path) -> Path:
+    """An empty file beside `path`, whose folder is made where it is missing."""
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=path.suffix)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    os.close(handle)
+    return Path(name)
+
+
+def _unwritable(path: Path, error: OSError) -> LongRopeError:
+    reason = error.strerror or str(error)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return LongRopeError(f"{path}: cannot be written ({reason})", hint="free some space, or write elsewhere")
+    return LongRopeError(f"{path}: cannot be written ({reason})", hint="give another path, or make this one writable")
 
 
 def write_text(path: Path, text: str) -> None:
@@ -67,7 +90,7 @@ def only_one(folder: Path, refusal: str, *, hint: str, file: str = "") -> Iterat
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder / file, os.O_RDWR | os.O_CREAT, 0o666) if file else os.open(folder, os.O_RDONLY)
     except OSError as error:
-        raise LongRopeError(f"{folder}: cannot be written ({error.strerror})") from error
+        raise _unwritable(folder, error) from error
     try:
         for _ in range(ATTEMPTS):
             if _locked(handle):

@@ -43,7 +43,9 @@ class JournalFile:
             # Line-buffered: each line is handed to the system at once and survives a kill.
             self._file = path.open("a", encoding="utf-8", buffering=1)
         except OSError as error:
-            raise JournalError(f"{path}: cannot be read or written ({error.strerror})") from error
+            raise JournalError(
+                f"{path}: cannot be read or written ({error.strerror})", hint=f"{verb} into another folder"
+            ) from error
         if path.stat().st_size == 0:
             self.append({"type": "header", **header})
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -11,6 +12,7 @@ from typing import Any
 
 from longrope2 import files
 from longrope2.errors import LongRopeError
+from longrope2.shapes import misfit
 
 LEDGER = "pipeline.json"
 FORMAT, VERSION = "longrope2.pipeline", 1
@@ -34,6 +36,24 @@ WHOLE_HASH = 64 << 20
 """Bytes up to which a file is hashed whole; of larger ones samples must do."""
 SAMPLES, SAMPLE_BYTES = 64, 1 << 14
 LOCK = ".lock"
+DAMAGED = "pipeline.json.damaged"
+"""Where a ledger goes that cannot be read."""
+SHAPE = {
+    "model": str,
+    "revision": str | None,
+    "target_length": int,
+    "recipe": {"methods": [str]},
+    "versions": dict,
+    "planned": [str],
+    "steps": {
+        ...: {"state": str, "fingerprint": str, "inputs": dict, "started": str, "sessions": int, "seconds": float}
+    },
+}
+"""What a ledger holds once a run has begun."""
+
+
+class DamagedLedgerError(LongRopeError):
+    """There is a ledger, and its content is lost."""
 
 
 class Ledger:
@@ -41,7 +61,11 @@ class Ledger:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.content = read_ledger(folder) or {"format": FORMAT, "version": VERSION, "steps": {}}
+        try:
+            found = read_ledger(folder)
+        except DamagedLedgerError:
+            found = None  # steps know what they have done themselves
+        self.content = found or {"format": FORMAT, "version": VERSION, "steps": {}}
 
     @property
     def steps(self) -> dict[str, dict[str, Any]]:
@@ -101,13 +125,45 @@ def read_ledger(folder: Path) -> dict[str, Any] | None:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
-        raise LongRopeError(
-            f"{path}: cannot be read ({error})", hint="use another folder, or delete that file"
-        ) from error
+    except NotADirectoryError:
+        raise LongRopeError(f"{folder}: a file, a folder is needed", hint="give the folder of a run") from None
+    except OSError as error:
+        raise LongRopeError(f"{path}: cannot be read ({error.strerror})", hint="check its permissions") from error
+    except ValueError as error:
+        raise _damaged(path, str(error)) from error
     if not isinstance(content, dict) or (content.get("format"), content.get("version")) != (FORMAT, VERSION):
         raise LongRopeError(f"{path}: not the ledger of an extension of this version", hint="use another folder")
+    problem = misfit(content, SHAPE) or next(filter(None, map(_wrong_entry, content["steps"].values())), None)
+    if problem:
+        raise _damaged(path, problem)
     return content
+
+
+def _wrong_entry(entry: Mapping[str, Any]) -> str | None:
+    """What the shape of a step's entry cannot tell."""
+    try:
+        datetime.fromisoformat(entry["started"])
+    except ValueError:
+        return f"{entry['started']!r} is no time"
+    if entry["state"] not in (RUNNING, DONE):
+        return f"{entry['state']!r} is no state of a step"
+    return misfit(entry, {"outputs": {...: str}}) if entry["state"] == DONE else None
+
+
+def _damaged(path: Path, problem: str) -> DamagedLedgerError:
+    return DamagedLedgerError(
+        f"{path}: damaged ({problem})",
+        hint="run `longrope2 extend` again as before: it makes the file anew, and steps find what they have done",
+    )
+
+
+def keep_damaged(folder: Path) -> Path | None:
+    """Copy a ledger that is about to be made anew, since its content is lost; None where it is not."""
+    try:
+        read_ledger(folder)
+    except DamagedLedgerError:
+        return Path(shutil.copyfile(folder / LEDGER, folder / DAMAGED))
+    return None
 
 
 def fingerprint(value: Any) -> str:

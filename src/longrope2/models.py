@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from longrope2.console import warn
+from longrope2.distributed import is_main_process
 from longrope2.errors import ModelError
 from longrope2.factors import RescaleFactors
 from longrope2.families import RopeReading, accept_mscales, read_config
@@ -104,6 +106,14 @@ def describe(name: str | Path, *, original_length: int | None = None) -> ModelIn
         revision=revision,
         reading=read_config(config, original_length=original_length),
     )
+
+
+def check_factors(factors: RescaleFactors, info: ModelInfo) -> None:
+    """Raise FactorsError for factors of another RoPE; warn of those that say they are another model's."""
+    factors.check_fits(info.rope, info.name)
+    other = factors.made_for_another(info.name, info.revision)
+    if other is not None and is_main_process():
+        warn(f"these factors were made for {other}, which has the same RoPE; {info.name} is another model")
 
 
 def load(
@@ -215,6 +225,11 @@ def _local_config(path: Path) -> tuple[dict[str, Any], str]:
         if not path.exists():
             raise ModelError(
                 f"{path}: no such folder or file, and not a hub id (owner/name)",
+                hint="give a folder with config.json, a .gguf file, a hub id, or 'tiny'",
+            )
+        if path.is_file():
+            raise ModelError(
+                f"{path}: a file, and not a .gguf one",
                 hint="give a folder with config.json, a .gguf file, a hub id, or 'tiny'",
             )
         raise ModelError(

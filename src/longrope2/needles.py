@@ -136,18 +136,20 @@ def make_needles(
     template: NeedleTemplate = PAPER_TEMPLATE,
     value_digits: int = 7,
     note: Callable[[str], None] | None = None,
+    around: int = 0,
 ) -> list[NeedleDocument]:
     """Make `count` documents of exactly `length` tokens, each with its own key, value and place in a book.
 
     Document k is the same however many are asked for. Several depths are taken in turn; "uniform" draws one
-    per document. With fewer long books than documents, books serve again from another start.
+    per document. With fewer long books than documents, books serve again from another start. A message about the
+    length counts the `around` tokens that the caller puts around a document.
     """
     depths = (depth,) if isinstance(depth, int | float) else depth
     _check_arguments(count, seed, depths, value_digits)
     note = note or (lambda message: None)
     codec = _Codec(tokenizer)
     shelf = _Shelf(codec, books, length=length, seed=seed, note=note)
-    maker = _Maker(codec=codec, shelf=shelf, template=template, length=length, value_digits=value_digits)
+    maker = _Maker(codec=codec, shelf=shelf, template=template, length=length, value_digits=value_digits, around=around)
     documents: list[NeedleDocument] = []
     for index in range(count):
         # The middle number keeps these streams apart from the one that shuffles the books.
@@ -160,6 +162,13 @@ def make_needles(
             "books serve more than once, each time from another start"
         )
     return documents
+
+
+def check_length(tokenizer: "PreTrainedTokenizerBase", length: int, *, around: int = 0) -> None:
+    """Raise the error of `make_needles` about too small a length, as far as a sample tells; reads no book."""
+    largest = _largest_frame(_Codec(tokenizer), PAPER_TEMPLATE, value_digits=7)
+    if length <= largest:
+        raise _too_short(length, largest, around)
 
 
 def _check_arguments(count: int, seed: int, depths: Sequence[float] | str, value_digits: int) -> None:
@@ -319,6 +328,7 @@ class _Maker:
     template: NeedleTemplate
     length: int
     value_digits: int
+    around: int
 
     def make(self, earlier: Sequence[NeedleDocument], depth: float, rng: np.random.Generator) -> NeedleDocument:
         """Draw key, value and place in a book until the document reads back as it should."""
@@ -329,10 +339,11 @@ class _Maker:
             key, value = key_value(rng, self.value_digits)
             while key in keys or value in values:
                 key, value = key_value(rng, self.value_digits)
-            frame = self._frame(key, value, needle_first=depth == 0.0)
+            frame = _frame(self.codec, self.template, key, value, needle_first=depth == 0.0)
             budget = self.length - frame.size
             if budget < 1:
-                raise self._too_short(frame)
+                largest = max(frame.size, _largest_frame(self.codec, self.template, self.value_digits))
+                raise _too_short(self.length, largest, self.around)
             # What the book follows: the needle, the line of the instruction, or nothing.
             after, lead = ("a", " ") if depth == 0.0 else ("\n" if self.template.instruction else "", "")
             book = self.shelf.book(len(earlier) + max(0, attempt - ATTEMPTS_IN_OWN_BOOK + 1))
@@ -367,37 +378,45 @@ class _Maker:
             hint="give more or longer books, a smaller length, or more value_digits",
         )
 
-    def _frame(self, key: str, value: str, *, needle_first: bool) -> _Frame:
-        """Tokenise the fixed sentences and see that they read back with key and value whole."""
-        codec, template = self.codec, self.template
-        line = "\n" if template.instruction else ""
-        sentence = template.needle.replace("{key}", key).replace("{value}", value)
-        tail = f"\n{template.question} {template.answer_prefix}".replace("{key}", key)
-        needle = codec.ids(sentence, after=line) if needle_first else codec.ids(" " + sentence, after="a")
-        prompt, answer = codec.split_answer(tail, value)
-        for text, ids, names in ((sentence, needle, (key, value)), (tail, prompt, (key,))):
-            read = codec.text(ids)
-            if any(read.count(name) != text.count(name) for name in names):
-                raise DataError(
-                    f"the tokenizer does not give back what it was given: {read!r} for {text!r}",
-                    hint="needle documents need a tokenizer that can write lower-case words and hyphens",
-                )
-        return _Frame(
-            head=codec.opening + (codec.ids(template.instruction + line) if line else []),
-            needle=needle,
-            prompt=prompt,
-            answer=answer,
-            key_count=sentence.count(key) + tail.count(key),
-        )
 
-    def _too_short(self, frame: _Frame) -> DataError:
-        """The error that names a length which the sentences fit in for any key, as far as a sample tells."""
-        rng = np.random.default_rng(0)
-        draws = [key_value(rng, self.value_digits) for _ in range(64)]
-        frames = [self._frame(*draw, needle_first=first) for draw in draws for first in (True, False)]
-        # Room for some book text, and for keys and values longer than the sample's.
-        smallest = max(other.size for other in (frame, *frames)) + 16
-        return DataError(
-            f"a needle document of {self.length} tokens has no room for its sentences and any book text",
-            hint=f"the smallest safe length for this template and tokenizer is {smallest}",
-        )
+def _frame(codec: _Codec, template: NeedleTemplate, key: str, value: str, *, needle_first: bool) -> _Frame:
+    """Tokenise the fixed sentences and see that they read back with key and value whole."""
+    line = "\n" if template.instruction else ""
+    sentence = template.needle.replace("{key}", key).replace("{value}", value)
+    tail = f"\n{template.question} {template.answer_prefix}".replace("{key}", key)
+    needle = codec.ids(sentence, after=line) if needle_first else codec.ids(" " + sentence, after="a")
+    prompt, answer = codec.split_answer(tail, value)
+    for text, ids, names in ((sentence, needle, (key, value)), (tail, prompt, (key,))):
+        read = codec.text(ids)
+        if any(read.count(name) != text.count(name) for name in names):
+            raise DataError(
+                f"the tokenizer does not give back what it was given: {read!r} for {text!r}",
+                hint="needle documents need a tokenizer that can write lower-case words and hyphens",
+            )
+    return _Frame(
+        head=codec.opening + (codec.ids(template.instruction + line) if line else []),
+        needle=needle,
+        prompt=prompt,
+        answer=answer,
+        key_count=sentence.count(key) + tail.count(key),
+    )
+
+
+def _largest_frame(codec: _Codec, template: NeedleTemplate, value_digits: int) -> int:
+    """The most tokens that the sentences take, over keys of the longest words and a sample of values."""
+
+    def tokens(key: str) -> int:
+        return len(codec.ids(template.needle.replace("{key}", key), after="a"))
+
+    rng = np.random.default_rng(7)
+    adjectives = sorted(ADJECTIVES, key=lambda word: tokens(f"{word}-{NOUNS[0]}"))[-8:]
+    nouns = sorted(NOUNS, key=lambda word: tokens(f"{ADJECTIVES[0]}-{word}"))[-8:]
+    draws = [(f"{adjective}-{noun}", key_value(rng, value_digits)[1]) for adjective in adjectives for noun in nouns]
+    return max(_frame(codec, template, *draw, needle_first=first).size for draw in draws for first in (True, False))
+
+
+def _too_short(length: int, largest: int, around: int) -> DataError:
+    return DataError(
+        f"a needle document of {length + around} tokens has no room for its sentences and any book text",
+        hint=f"the smallest length for this template and tokenizer is {largest + 1 + around}",
+    )

@@ -11,10 +11,19 @@ from typing import Any
 from longrope2 import ledger
 from longrope2.console import duration
 from longrope2.errors import LongRopeError
+from longrope2.shapes import misfit
 from longrope2.training.progress import read_log
 
 RECENT = 20
 """Steps whose mean time tells when training will end."""
+JOURNAL = {
+    "header": {"config": {"documents": int, "evolution": {"iterations": int}}},
+    "candidate": {"iteration": int},
+    "evaluation": {"key": str, "document": int, "nll": float | None, "tokens": int},
+}
+"""What lines of a search's journal hold, by their type; others are passed over, as a line being written is."""
+STEP = {"step": int, "loss": float, "seconds": float}
+"""What a line of the training log holds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +104,8 @@ def _searching(path: Path, elapsed: float) -> tuple[float | None, str]:
     tokens: dict[str, int] = {}
     iteration, evaluations = 0, 0
     for line in _lines(path):
+        if misfit(line, JOURNAL.get(line["type"], {})):
+            continue
         if line["type"] == "header":
             header = line
         elif line["type"] == "candidate":
@@ -122,18 +133,22 @@ def _searching(path: Path, elapsed: float) -> tuple[float | None, str]:
 
 
 def _training(folder: Path) -> tuple[float | None, str]:
-    log = [line for line in read_log(folder / ledger.TRAINING_LOG) if "loss" in line]
+    log = read_log(folder / ledger.TRAINING_LOG) if (folder / ledger.TRAINING_LOG).is_file() else []
+    log = [line for line in log if misfit(line, STEP) is None]
     try:
         settings = json.loads((folder / ledger.TRAIN / "run.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
+        return None, ""
+    if misfit(settings, {"config": {"train": {"steps": int}}}):
         return None, ""
     steps = settings["config"]["train"]["steps"]
     if not log:
         return None, f"step 0 of {steps}"
     last, recent = log[-1], log[-RECENT:]
-    kinds = ", ".join(f"{kind} {last[f'loss_{kind}']:.3f}" for kind in ("short", "long") if f"loss_{kind}" in last)
+    losses = {kind: last.get(f"loss_{kind}") for kind in ("short", "long")}
+    kinds = ", ".join(f"{kind} {loss:.3f}" for kind, loss in losses.items() if isinstance(loss, float | int))
     text = f"step {last['step']} of {steps}, loss {last['loss']:.3f} ({kinds})"
-    if "memory_gib" in last:
+    if isinstance(last.get("memory_gib"), float | int):
         text += f", {last['memory_gib']:.1f} GiB of GPU memory"
     left = sum(line["seconds"] for line in recent) / len(recent) * (steps - last["step"])
     return left, text
@@ -141,7 +156,7 @@ def _training(folder: Path) -> tuple[float | None, str]:
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     """The whole lines of a journal that somebody may be writing to."""
-    if not path.exists():
+    if not path.is_file():
         return
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
@@ -149,7 +164,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
                 entry = json.loads(line)
             except ValueError:
                 continue
-            if isinstance(entry, dict) and "type" in entry:
+            if isinstance(entry, dict) and isinstance(entry.get("type"), str):
                 yield entry
 
 

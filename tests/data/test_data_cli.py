@@ -123,6 +123,17 @@ def test_wrong_input_is_one_message_and_exit_code_2(arguments, message, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_cannot_be_planned_or_written_is_refused_before_tokenising(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("longrope2.data.plan_command.tokenise", None)
+    options = {"config": folder / "mix.toml", "cache": tmp_path / "cache"}
+    with pytest.raises(LongRopeError, match="Is a directory"):
+        run_plan("tiny", tmp_path, **options)
+    with pytest.raises(DataError, match="weight must be positive"):
+        run_plan("tiny", tmp_path / "p", sources=["books=-1"], **options)
+    with pytest.raises(DataError, match="rows can be planned"):
+        run_plan("tiny", tmp_path / "p", tokens="1e30", **options)
+
+
 def test_flags_win_over_the_file(folder, cache, tmp_path, capsys):
     plan = run_plan(
         "tiny", tmp_path / "p", config=folder / "mix.toml", cache=cache,

@@ -94,6 +94,10 @@ def test_a_loader_refuses_other_documents():
     fewer = RowLoader(plan, [MemoryCorpus([1])])
     with pytest.raises(DataError, match="which is not in the corpus"):
         fewer.row(0)
+    RowLoader(plan, [corpus]).check()
+    for loader in (shorter, fewer):
+        with pytest.raises(DataError, match="row 0 speaks of"):
+            loader.check()
     with pytest.raises(DataError, match="asked for, the plan has rows 0 to"):
         RowLoader(plan, [corpus]).row(-1)
 
@@ -108,6 +112,8 @@ def test_a_row_that_does_not_add_up_is_refused(spans, padding, message):
     wrong = build_plan(buckets=[1], padding=[padding], spans=[np.array(spans, dtype=np.int32)], **parts)
     with pytest.raises(DataError, match=message):
         RowLoader(wrong, [MemoryCorpus([60])]).row(0)
+    with pytest.raises(DataError, match=message):
+        RowLoader(wrong, [MemoryCorpus([60])]).check()
 
 
 # The sampler

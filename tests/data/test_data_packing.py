@@ -301,6 +301,7 @@ def test_apportioning_is_exact_and_fair(rows, quotas):
         ({"target_length": 16}, "target_length must be above the trained window of 16, got 16"),
         ({"original_length": 4}, "original_length must be at least 8, got 4"),
         ({"rows": 0}, "not one row wanted"),
+        ({"rows": 10**27}, "at most 100,000,000 rows can be planned, got 1,000,000,000,000,000,000,000,000,000"),
         ({"repeat": True}, "repeat needs a number of tokens"),
         ({"seed": -1}, "seed must not be negative, got -1"),
         ({"over_long": "keep"}, "over_long must be 'cut' or 'drop', got 'keep'"),
@@ -332,8 +333,9 @@ def test_wrong_configurations_are_refused(options, message):
 )
 def test_wrong_sources_are_refused(sources, message):
     config = PlanConfig(target_length=TARGET, original_length=ORIGINAL)
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=message) as caught:
         make_plan(config, sources, [MemoryCorpus([10])] * len(sources), marks=MARKS)
+    assert ("name of its own" in caught.value.hint) == message.startswith("two sources")
 
 
 def test_too_few_documents_for_one_row():

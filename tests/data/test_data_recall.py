@@ -9,10 +9,11 @@ from longrope2.books import Book, read_books
 from longrope2.cli import cli
 from longrope2.data.corpus import tokenise
 from longrope2.data.marks import document_marks
-from longrope2.data.recall import RecallConfig, recall_documents, write_recall
+from longrope2.data.recall import ATTEMPTS, RecallConfig, recall_documents, write_recall
 from longrope2.data.sources import Source
 from longrope2.errors import DataError
 from longrope2.models import describe, load_tokenizer
+from longrope2.needles import key_value
 
 ANSWER = re.compile(r"([a-z]+-[a-z]+)(?: mentioned in the provided text)? is (\d{7})$")
 
@@ -88,6 +89,7 @@ def test_the_command_writes_a_source(tmp_path):
     [
         ({"lengths": ()}, "no length is named"),
         ({"lengths": (32,)}, "lengths must be at least 64, got 32"),
+        ({"lengths": (512, 256, 512)}, "length 512 is named twice"),
         ({"lengths": (256,), "documents": 0, "needles": 0}, "2 problems"),
     ],
 )
@@ -99,6 +101,21 @@ def test_wrong_options_are_named(options, message):
 def test_books_that_are_too_short_or_missing_are_refused(tokenizer):
     config = RecallConfig(lengths=(1024,), documents=1)
     with pytest.raises(DataError, match="no recall document of 1,022 tokens could be made from 1 books"):
-        list(recall_documents(tokenizer, [Book(title="a", text="A few words. " * 9, source="a")], config))
+        list(recall_documents(tokenizer, [Book(title="a", text="A few words. " * 99, source="a")], config))
     with pytest.raises(DataError, match="no books"):
         list(recall_documents(tokenizer, [], config))
+
+
+def test_what_cannot_be_is_refused_at_once(tokenizer, books, monkeypatch):
+    monkeypatch.setattr("longrope2.data.recall._Maker.make", None)
+    with pytest.raises(DataError, match=r"document of 1,048,574,951,424 tokens; the longest has \d") as caught:
+        list(recall_documents(tokenizer, books, RecallConfig(lengths=(256, 999999 << 20))))
+    assert "longer books" in caught.value.hint
+
+
+def test_no_more_needles_are_drawn_than_there_can_be_room_for(tokenizer, books, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("longrope2.data.recall.key_value", lambda rng: drawn.append(1) or key_value(rng))
+    documents = recall_documents(tokenizer, books, RecallConfig(lengths=(512,), documents=1, needles=10**6))
+    assert "-" in ANSWER.search(next(documents)[1])[1]
+    assert len(drawn) <= 512 * ATTEMPTS

@@ -4,9 +4,11 @@ import json
 import math
 import sys
 import types
+from dataclasses import replace
 
 import pytest
 
+from longrope2 import models
 from longrope2.cli import main
 from longrope2.errors import LongRopeError, MissingExtraError
 from longrope2.evaluation.backend import Prompt, Span
@@ -15,6 +17,8 @@ from longrope2.evaluation.results import Measured, accuracy, average, perplexity
 from longrope2.evaluation.run import SUITES, EvaluationConfig, lengths_for
 from longrope2.evaluation.statistics import mean_of_means, student, student_quantile, wilson
 from longrope2.evaluation.table import TITLES, run_tables
+from longrope2.files import only_one
+from longrope2.methods import rescale
 from longrope2.models import describe
 from longrope2.perplexity import Score
 
@@ -202,6 +206,33 @@ def test_wrong_comparisons(arguments, message, runs, monkeypatch, capsys):
     assert "Traceback" not in error
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("scores", 5), ("scores", [{}]), ("scores", [3]), ("notes", None), ("notes", [1]), ("name", 7), ("factors", 1),
+        ("grids", {"niah": {"lengths": [4096], "depths": [0.0], "cells": [[]]}}),
+        ("scores", [{**measured("niah", "niah", None, 1.0).to_json()}]),
+        ("scores", [{**measured("short", "mmlu", None, 1.0).to_json(), "score": None}]),
+    ],
+)  # fmt: skip
+def test_results_of_another_shape_are_refused(key, value, runs, monkeypatch, capsys):
+    file = runs[1] / "results.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
+    code, _, error = command(monkeypatch, capsys, "compare", *runs)
+    assert (code, error.splitlines()[0]) == (2, f"error: {file}: not the results of an evaluation")
+
+
+def test_what_is_left_out_and_what_is_written_is_told(tmp_path, monkeypatch, capsys):
+    scores = [measured("passkey", "passkey", 4096, 50.0), measured("newer", "t", 4096, 50.0)]
+    write_run(tmp_path / "run", "a|b", scores)
+    code, _, error = command(monkeypatch, capsys, "compare", tmp_path / "run", "-o", tmp_path / "out")
+    assert code == 0
+    assert "left out, since this release has no such suite: newer" in error
+    assert f"wrote compare.md, compare.json into {tmp_path / 'out'}" in error
+    rows = [line for line in (tmp_path / "out" / "compare.md").read_text().splitlines() if line.startswith("|")]
+    assert rows[2].startswith("| a\\|b | 50.0")
+
+
 # Evaluations that are refused
 
 
@@ -221,14 +252,33 @@ def test_wrong_comparisons(arguments, message, runs, monkeypatch, capsys):
             "--backend vllm takes a saved model as it is",
         ),
         (["--suite", "niah", "--chat"], "the tokenizer has no chat template"),
+        (["--suite", "niah", "--books", "nosuch"], "'nosuch' is neither a file or folder"),
+        (["--suite", "niah", "-o", "taken"], "taken: cannot be written (File exists)\nhint: give another path"),
+        (["--suite", "niah", "-o", "odd"], "odd/results.json: cannot be written (Is a directory)\nhint: give another"),
+        (["--suite", "perplexity,niah", "--lengths", "256,127"], "of 127 tokens has no room"),
+        (["--suite", "perplexity,passkey", "--lengths", "256,128"], "has no room for its sentences and the answer"),
+        (["--suite", "niah", "--factors", "other.json"], "made for another model than tiny"),
     ],
 )
 def test_wrong_evaluations_are_one_message(options, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(models, "load", lambda *_, **__: pytest.fail("weights were loaded"))
+    (tmp_path / "taken").touch()
+    (tmp_path / "odd" / "results.json").mkdir(parents=True)
+    rope = replace(describe("tiny").rope, theta=1234.0)
+    rescale("pi", rope, 1024).save(tmp_path / "other.json")
     code, out, error = command(monkeypatch, capsys, "evaluate", "tiny", "-o", "out", *options)
     assert (code, out) == (2, "")
     assert message in error
     assert "Traceback" not in error
+
+
+def test_one_evaluation_at_a_time_in_a_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(models, "load", lambda *_, **__: pytest.fail("weights were loaded"))
+    with only_one(tmp_path, "", hint=""):
+        code, _, error = command(monkeypatch, capsys, "evaluate", "tiny", "--suite", "niah", "-o", tmp_path)
+    assert code == 2
+    assert f"{tmp_path}: another process is evaluating there" in error
 
 
 def test_lengths_up_to_the_window():

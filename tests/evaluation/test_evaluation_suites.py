@@ -113,9 +113,25 @@ def test_the_first_number_counts(answer, score):
 
 
 def test_no_room_for_a_prompt(tokenizer):
-    with pytest.raises(DataError, match="no room for a prompt") as caught:
+    with pytest.raises(DataError, match="sample of 64 tokens has no room") as caught:
         passkey.passkey_samples(setup_of(tokenizer, samples=1), 64)
-    assert re.search(r"the shortest has \d+ tokens", caught.value.hint)
+    least = int(caught.value.hint.split()[-1])
+    assert fits(passkey.passkey_samples(setup_of(tokenizer, samples=1), least)[0], tokenizer) <= least
+    with pytest.raises(DataError, match="no room"):
+        passkey.check_length(tokenizer, least - 1, False)
+
+
+def test_no_room_for_a_needle(tokenizer):
+    with pytest.raises(DataError, match="document of 5 tokens has no room") as caught:
+        niah.check_length(tokenizer, 5, False)
+    least = int(caught.value.hint.split()[-1])
+    niah.check_length(tokenizer, least, False)
+    for sample in niah.niah_samples(setup_of(tokenizer, samples=1), least):
+        fits(sample, tokenizer)
+    for refuse in (niah.check_length, lambda _, length, __: niah.niah_samples(setup_of(tokenizer, samples=1), length)):
+        with pytest.raises(DataError, match=f"document of {least - 1} tokens has no room") as caught:
+            refuse(tokenizer, least - 1, False)
+        assert int(caught.value.hint.split()[-1]) == least
 
 
 @pytest.mark.parametrize("tokens", [10, 11, 57, 400, 100_000])

@@ -16,7 +16,6 @@ from longrope2.export import verify
 from longrope2.export.probes import probe
 from longrope2.factors import RescaleFactors
 from longrope2.ledger import Ledger
-from longrope2.models import ASSETS
 from longrope2.pipeline.run import Job
 from longrope2.report.gather import gather
 from longrope2.report.summary import summarise
@@ -182,45 +181,45 @@ def test_without_training_the_model_itself_is_exported(place, recipe, whole):
     assert (folder / "report/index.html").exists()
 
 
+@pytest.fixture
+def lost(place, whole):
+    """The run itself with a damaged ledger, for its plan knows its place; and a copy that takes its place again."""
+    copy = shutil.copytree(whole, place / "copy")
+    (whole / ledger.LEDGER).write_text('{"format": "longrope2.pipeline", "version": 1}')
+    yield whole, copy
+    shutil.rmtree(whole)
+    copy.rename(whole)
+
+
+def test_a_lost_ledger_is_made_again_and_nothing_is_done_twice(place, recipe, lost, capfd):
+    folder, copy = lost
+    kept = [folder / ledger.HISTORY, folder / ledger.TRAINED / "model.safetensors", folder / ledger.TRAINING_LOG]
+    kept += [folder / step / "generations.jsonl" for step in EVALUATIONS[::2]]
+    before = [(path.stat().st_ino, path.read_bytes()) for path in kept]
+    for command in (["watch", "--once"], ["report"]):
+        with pytest.raises(LongRopeError, match=r"pipeline\.json: damaged .* is missing"):
+            cli.main([*command, str(folder)], standalone_mode=False)
+    job(place, recipe, folder, "search", "data", "train", "evaluate", "export").run()
+    assert "kept as pipeline.json.damaged" in capfd.readouterr().err
+    assert [(path.stat().st_ino, path.read_bytes()) for path in kept] == before
+    assert results_of(folder) == results_of(copy)
+    assert sorted(path.name.partition("-")[0] for path in (folder / "earlier").iterdir()) == ["data", "export"]
+    assert list(job(place, recipe, folder).reasons()) == ["verify", "report"]
+
+
 def test_a_strange_folder_and_a_second_process_are_refused(place, recipe, tmp_path):
-    (tmp_path / "search").mkdir()
-    (tmp_path / "search" / "notes.txt").write_text("mine")
-    with pytest.raises(LongRopeError, match="holds something that this run did not make"):
-        job(place, recipe, tmp_path, "search").run()
-    assert (tmp_path / "search" / "notes.txt").read_text() == "mine"
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(LongRopeError, match="neither empty nor a run"):
+        job(place, recipe, tmp_path, "search")
+    with pytest.raises(LongRopeError, match=r"notes\.txt: a file, a folder is needed"):
+        job(place, recipe, tmp_path / "notes.txt", "search")
+    (tmp_path / "notes.txt").rename(tmp_path / ".notes.txt")
+    own = shutil.copy(recipe, tmp_path / "recipe.toml")
     with ledger.only_one(tmp_path), pytest.raises(LongRopeError, match="another process is at work"):
-        job(place, recipe, tmp_path, "search").run()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (("[recall]", "[recal]"), "unknown key 'recal'"),
-        (('path = "recall"', 'path = "texts"\nname = "b"'), "go together"),
-        (("population = 2", "population = 0"), "population must be at least 1"),
-        (("target_length = 512", "target_length = 200"), "not above the trained window"),
-    ],
-)
-def test_a_bad_recipe_is_refused_before_anything_is_done(place, recipe, tmp_path, change, message):
-    bad = recipe.with_name("bad.toml")
-    bad.write_text(recipe.read_text().replace(*change))
-    with pytest.raises(LongRopeError, match=message):
-        job(place, bad, tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
-def test_documents_are_needed_for_training_only(tmp_path):
-    options = {"target_length": 512, "config": None, "cache": tmp_path}
-    source = str(tmp_path / "model")
-    shutil.copytree(ASSETS / "tiny", source)
-    with pytest.raises(LongRopeError, match="no source of documents"):
-        Job(source, tmp_path / "run", stages=(), **options)
-    assert [step.name for step in Job(source, tmp_path / "run", stages=("search", "report"), **options).steps] == [
-        "search",
-        "report",
-    ]
-    with pytest.raises(LongRopeError, match="stage 'serach' is not known"):
-        Job(source, tmp_path / "run", stages=("serach",), **options)
+        job(place, own, tmp_path, "search").run()
+    with pytest.raises(LongRopeError, match="train needs search and data"):
+        job(place, recipe, tmp_path / "new", "train")
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.slow

@@ -170,6 +170,48 @@ def test_what_is_no_run_is_refused(tmp_path):
         gather(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("pipeline.json", '{"format": "longrope2.pipeline", "version": 1}'),
+        (ledger.PLAN, '{"rows": 2'),
+        (ledger.PLAN, "{}"),
+        (ledger.FACTORS, "{}"),
+        (ledger.SEARCH, '{"convergence": 3}'),
+        (ledger.TRAINING_RECORD, "[]"),
+        ("evaluate/base/niah/results.json", "{}"),
+        ("evaluate/base/niah/results.json", "\0"),
+        ("export/tiny-4k/factors.json", "{}"),
+        (ledger.VERIFIED, '{"export/tiny-4k": [{}]}'),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path, file, content):
+    folder = make_run(tmp_path / "run")
+    (folder / file).write_text(content)
+    with pytest.raises(LongRopeError) as caught:
+        write_report(folder)
+    assert str(folder / file) in caught.value.message
+    assert "`longrope2 extend` again" in caught.value.hint
+
+
+def test_a_damaged_grid_is_named(tmp_path):
+    folder = make_run(tmp_path / "run", stages=("evaluate",))
+    path = folder / "evaluate/base/niah/results.json"
+    path.write_text(path.read_text().replace('"depths"', '"depth"'))
+    with pytest.raises(LongRopeError, match=r"results\.json: damaged \(grids\.niah: depths is missing"):
+        write_report(folder)
+
+
+def test_what_is_left_of_a_line_of_the_log_is_passed_over(tmp_path):
+    folder = make_run(tmp_path / "run", stages=("train",))
+    with (folder / ledger.TRAINING_LOG).open("a") as log:
+        log.write('{"step": 13, "loss": 3.0}\n{"step": 14, "loss": 3.0, "tokens": 5, "loss_long": null}\n')
+    assert len(gather(folder)["log"]) == STEPS
+    (folder / ledger.TRAINING_LOG).unlink()
+    (folder / ledger.TRAINING_LOG).mkdir()
+    assert gather(folder)["log"] == []
+
+
 def test_a_base_that_was_not_measured_has_no_retention(tmp_path):
     folder = make_run(tmp_path / "run", stages=("search", "evaluate"))
     for suite in ("niah", "perplexity"):

@@ -78,7 +78,48 @@ def test_following_ends_with_the_run(tmp_path, capsys):
     assert "report" in capsys.readouterr().out
 
 
+def test_lines_that_hold_less_are_passed_over(tmp_path):
+    folder = make_run(tmp_path / "run", stages=("search", "data", "train"))
+    before = look(folder)
+    with (folder / ledger.HISTORY).open("a") as journal:
+        journal.write('{"type": "candidate"}\n{"type": "evaluation", "key": 3}\n{"type": []}\n')
+    with (folder / ledger.TRAINING_LOG).open("a") as log:
+        log.write('{"step": 13, "loss": "none", "seconds": 1}\n')
+    assert look(folder) == before
+    (folder / "train/run.json").write_text('{"config": 3}')
+    assert {view.stage: view.text for view in look(folder)}["train"] == ""
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "problem"),
+    [
+        (("planned",), None, "planned must be a list"),
+        (("steps", "search"), {}, "steps.search.state is missing"),
+        (("steps", "search", "state"), "lost", "'lost' is no state"),
+        (("steps", "search", "started"), "once", "'once' is no time"),
+        (("steps", "search", "seconds"), True, "steps.search.seconds must be float"),
+        (("steps", "search", "outputs"), {"a": 1}, "outputs.a must be str"),
+    ],
+)
+def test_a_damaged_ledger_is_named(tmp_path, where, value, problem):
+    path = make_run(tmp_path / "run", stages=("search",)) / ledger.LEDGER
+    content = json.loads(path.read_text())
+    place = content
+    for key in where[:-1]:
+        place = place[key]
+    place[where[-1]] = value
+    path.write_text(json.dumps(content))
+    with pytest.raises(LongRopeError) as caught:
+        look(tmp_path / "run")
+    assert f"{path}: damaged" in caught.value.message
+    assert problem in caught.value.message
+    assert Ledger(tmp_path / "run").steps == {}
+
+
 def test_wrong_input(tmp_path):
+    (tmp_path / "p.txt").write_text("")
+    with pytest.raises(LongRopeError, match=r"p\.txt: a file, a folder is needed"):
+        look(tmp_path / "p.txt")
     with pytest.raises(LongRopeError, match="no run of `longrope2 extend` there"):
         look(tmp_path)
     make_run(tmp_path / "run", stages=())

@@ -49,7 +49,9 @@ def run(folder, *, steps=6, stop_after=None, rows=row, here=ALONE, **options):
     try:
         results = train(model, make_factors(model), rows, config, folder, here, report=report)
     except BrokenOff:
-        time.sleep(0.2)  # let the checkpoint under way be written or not: either must do
+        end = time.monotonic() + 20
+        while list(folder.glob("checkpoints/.step-*.partial")) and time.monotonic() < end:
+            time.sleep(0.02)  # the checkpoint under way is written in the background
     return model, results
 
 

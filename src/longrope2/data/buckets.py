@@ -13,6 +13,8 @@ OverLong = Literal["cut", "drop"]
 # The paper's edges, 100k and 200k, for its window of 128k; other windows get the same proportions.
 MIDDLE_EDGE = 100 / 128
 TOP_EDGE = 200 / 128
+MOST_ROWS = 10**8
+"""More than any training takes, and than memory holds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +88,8 @@ class PlanConfig:
             )
         if self.rows is not None and self.rows < 1:
             found.append("not one row wanted; the number of tokens must be at least target_length")
+        if self.rows is not None and self.rows > MOST_ROWS:
+            found.append(f"at most {MOST_ROWS:,} rows can be planned, got {self.rows:,}")
         if self.repeat and self.rows is None:
             found.append("repeat needs a number of tokens, since documents that repeat never end")
         if self.seed < 0:

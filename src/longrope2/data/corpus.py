@@ -59,6 +59,10 @@ class Corpus:
         """The title of a document."""
         return str(self._table.column("title")[document].as_py())
 
+    def is_whole(self) -> bool:
+        """Whether every byte is as it was written; reads the whole file."""
+        return _checksum(self.path) == _record(self.key, self.path.parent)["crc32"]
+
     @cached_property
     def _table(self) -> Any:
         arrow = require("pyarrow", extra="eval", purpose="a tokenised corpus")
@@ -74,7 +78,7 @@ class Corpus:
     def _batches(self) -> list[tuple[NDArray[np.int32], NDArray[np.int32]]]:
         """Values and offsets of each record batch, as views of the file."""
         chunks = self._table.column("tokens").chunks
-        return [(chunk.values.to_numpy(), chunk.offsets.to_numpy()) for chunk in chunks]
+        return [(_view(chunk.values), _view(chunk.offsets)) for chunk in chunks]
 
     @cached_property
     def _starts(self) -> NDArray[np.int64]:
@@ -103,7 +107,7 @@ def tokenise(source: Source, tokenizer: "PreTrainedTokenizerBase", cache: Path |
         if (cache / f"{key}.json").exists():
             say(f"{error.message}; tokenising {source.label} again")
     else:
-        if _checksum(corpus.path) == _record(key, cache)["crc32"]:
+        if corpus.is_whole():
             return corpus
         say(f"{corpus.path}: damaged; tokenising {source.label} again")
     _write(source, tokenizer, key, cache)
@@ -187,6 +191,13 @@ def _write(source: Source, tokenizer: "PreTrainedTokenizerBase", key: str, cache
             "versions": package_versions("tokenizers", "transformers", "pyarrow"),
         },
     )
+
+
+def _view(array: Any) -> NDArray[np.int32]:
+    """The numbers of an Arrow array where they lie; its own `to_numpy` imports pandas, and swallows a Ctrl-C then."""
+    if not len(array):
+        return np.empty(0, dtype=np.int32)
+    return np.frombuffer(array.buffers()[1], dtype=np.int32, count=len(array), offset=4 * array.offset)
 
 
 def _batched(books: Iterator[Book]) -> Iterator[list[Book]]:

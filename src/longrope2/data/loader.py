@@ -59,6 +59,21 @@ class RowLoader:
     def __len__(self) -> int:
         return len(self.plan)
 
+    def check(self) -> None:
+        """Refuse a plan with a row that cannot be built from the tokenised sources."""
+        marks, spans = self.plan.marks, self.plan.spans.astype(np.int64)
+        lengths = np.zeros(len(spans), dtype=np.int64)  # of the document of each span; 0: there is none
+        for number, corpus in enumerate(self._corpora):
+            known = np.flatnonzero((spans[:, 0] == number) & (spans[:, 1] < corpus.num_documents))
+            lengths[known] = corpus.lengths[spans[known, 1]]
+        start, stop = spans[:, 2], spans[:, 3]
+        sizes = stop - start + (marks.bos is not None) + (stop == lengths) * (marks.eos is not None)
+        row_of_span = np.repeat(np.arange(len(self)), np.diff(self.plan.first_span))
+        totals = np.bincount(row_of_span, weights=sizes, minlength=len(self)) + self.plan.padding
+        wrong = [*row_of_span[stop > lengths], *np.flatnonzero(totals != self.plan.config.target_length)]
+        if wrong:
+            self.row(int(min(wrong)))  # says what is wrong with it
+
     def row(self, index: int) -> Row:
         """Row number `index` of the plan."""
         planned = self.plan.row(index)

@@ -12,9 +12,10 @@ from longrope2.data.composition import show
 from longrope2.data.corpus import default_cache, tokenise
 from longrope2.data.marks import document_marks, tokenizer_fingerprint
 from longrope2.data.plan import Plan
-from longrope2.data.planning import make_plan
+from longrope2.data.planning import check_sources, make_plan
 from longrope2.data.sources import Source
 from longrope2.errors import DataError, all_problems
+from longrope2.files import check_writable
 from longrope2.models import describe, load_tokenizer
 
 UNITS = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
@@ -55,6 +56,9 @@ def run_plan(
         ranges = parse_buckets(buckets)
     info = describe(model, original_length=settings.get("original_length"))
     resolved = _resolve({**settings, "original_length": info.rope.original_length, "buckets": ranges})
+    # Before any is tokenised, which takes long.
+    check_sources(chosen, resolved)
+    check_writable(output)
     tokenizer = load_tokenizer(info)
     marks = document_marks(tokenizer)
     cache = cache or default_cache()

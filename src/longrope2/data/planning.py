@@ -24,7 +24,7 @@ def make_plan(
     tokenizer: str = "",
 ) -> Plan:
     """Choose and pack documents; the same configuration, sources and seed give the same plan."""
-    _check_sources(sources, config)
+    check_sources(sources, config)
     pieces = [
         make_pieces(source, corpus.lengths, marks, config) for source, corpus in zip(sources, corpora, strict=True)
     ]
@@ -106,12 +106,14 @@ def _limits(config: PlanConfig, have: Sequence[int], wanted: Sequence[int]) -> l
     return warnings
 
 
-def _check_sources(sources: Sequence[Source], config: PlanConfig) -> None:
+def check_sources(sources: Sequence[Source], config: PlanConfig) -> None:
+    """Refuse sources that are wrong in themselves, or that do not belong to the buckets; reads none of them."""
     problems = [problem for source in sources for problem in source.problems()]
     if not sources:
         problems.append("no source given")
     labels = [source.label for source in sources]
-    problems += [f"two sources are called {label!r}" for label in sorted(set(labels)) if labels.count(label) > 1]
+    twice = [f"two sources are called {label!r}" for label in sorted(set(labels)) if labels.count(label) > 1]
+    problems += twice
     known = [bucket.label for bucket in config.buckets]
     problems += [
         f"source {source.label!r}: no bucket is called {name!r} (they are {', '.join(known)})"
@@ -120,7 +122,10 @@ def _check_sources(sources: Sequence[Source], config: PlanConfig) -> None:
         if name not in known
     ]
     if problems:
-        raise DataError(all_problems("sources", problems), hint="give each source a path and a name of its own")
+        hint = (
+            "give each source a name of its own (name = …)" if problems == twice else "docs/data.md explains each key"
+        )
+        raise DataError(all_problems("sources", problems), hint=hint)
 
 
 def _check_any_piece(pieces: Sequence[Pieces], config: PlanConfig) -> None:

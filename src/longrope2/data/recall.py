@@ -70,8 +70,10 @@ class RecallConfig:
         if not self.lengths:
             problems.append("no length is named")
         problems += [f"lengths must be at least 64, got {length}" for length in self.lengths if length < 64]
+        twice = sorted({length for length in self.lengths if self.lengths.count(length) > 1})
+        problems += [f"length {length} is named twice (for more of it, raise documents)" for length in twice]
         if problems:
-            raise DataError(all_problems("recall documents", problems))
+            raise DataError(all_problems("recall documents", problems), hint="see `longrope2 data recall --help`")
 
 
 def write_recall(tokenizer: "PreTrainedTokenizerBase", config: RecallConfig, path: Path) -> None:
@@ -98,6 +100,14 @@ def recall_documents(
     def count(text: str) -> int:
         return len(encode([text])[0])
 
+    longest = max(len(book.text.encode()) for book in shelf)
+    for length in config.lengths:
+        # At least half is book text, and no token is less than a byte: told at once, not after many attempts.
+        if 2 * longest < length:
+            raise DataError(
+                f"no book is long enough for a document of {length:,} tokens; the longest has {longest:,} bytes",
+                hint="give longer books, or ask for a shorter length",
+            )
     for length in config.lengths:
         maker = _Maker(books=shelf, count=count, tokens=length - around, needles=config.needles)
         for number in range(config.documents):
@@ -154,7 +164,8 @@ class _Maker:
 
     def _pairs(self, template: NeedleTemplate, rng: np.random.Generator) -> list[tuple[str, str]] | None:
         """Distinct keys with their values, as many as there is room for."""
-        drawn = dict(key_value(rng) for _ in range(self.needles))
+        most = max(self.tokens // SHARE, 1)  # each takes more than a token
+        drawn = dict(key_value(rng) for _ in range(min(self.needles, most)))
         pairs = list(drawn.items())
         each = self.count(_filled(template.needle, *pairs[0]) + "\n" + _question(template, *pairs[0]))
         room = self.tokens // (SHARE * each)

@@ -14,8 +14,7 @@ from longrope2.evaluation.table import CAPTION, HEADS, TITLES, Score, Table, cel
 from longrope2.figures import draw_by_length, draw_heatmaps, length_label
 from longrope2.files import write_json, write_text
 
-BY_LENGTH = ("ruler", "niah", "passkey")
-BY_TASK = ("loft", "infinitebench", "longbench", "short")
+BY_LENGTH = ("ruler", "niah", "passkey", "perplexity")
 RESULTS = "results.json"
 
 
@@ -46,8 +45,7 @@ def run_compare(folders: Sequence[Path], output: Path | None, *, base: str | Non
     if output is not None:
         write_json(output / "compare.json", result)
         write_text(output / "compare.md", result["markdown"])
-        _draw(result, output)
-        say(f"wrote {output}/compare.md, compare.json and figures")
+        say(f"wrote {', '.join(['compare.md', 'compare.json', *_draw(result, output)])} into {output}")
     if as_json:
         show_json(result)
         return
@@ -77,15 +75,40 @@ def _read(folder: Path) -> dict[str, Any]:
     path = folder / RESULTS if folder.is_dir() else folder
     try:
         result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        for key in ("name", "model", "factors", "notes", "scores", "grids"):
-            result[key]
+        unknown = _check(result)
     except OSError as error:
         raise DataError(
             f"{path}: cannot be read ({error.strerror})", hint="give the folder of a finished `longrope2 evaluate`"
         ) from error
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: not the results of an evaluation", hint="evaluate again into that folder") from error
+    if unknown:
+        warn(f"{path}: left out, since this release has no such suite: {', '.join(unknown)}")
     return result
+
+
+def _check(result: Any) -> list[str]:
+    """Raise KeyError, TypeError or ValueError for what is no result of an evaluation; names the unknown suites."""
+    for key, kind in (("name", str), ("model", str), ("notes", list), ("scores", list), ("grids", dict)):
+        _require(isinstance(result[key], kind))
+    _require(isinstance(result["factors"], dict | None))
+    _require(all(isinstance(note, str) for note in result["notes"]))
+    for score in result["scores"]:
+        _require(all(isinstance(score[key], str) for key in ("suite", "task", "metric")))
+        _require(isinstance(score["samples"], int))
+        _require(isinstance(score["length"], int) or (score["length"] is None and score["suite"] not in BY_LENGTH))
+        _require(score["score"] is not None or score["metric"] == "perplexity")  # which may overflow
+        _require(all(isinstance(score[key], int | float | None) for key in ("score", "low", "high")))
+    for grid in result["grids"].values():
+        _require([len(row) for row in grid["cells"]] == [len(grid["lengths"])] * len(grid["depths"]))
+        _require(all(isinstance(place, int | float) for place in (*grid["lengths"], *grid["depths"])))
+        _require(all(isinstance(cell["score"], int | float) for row in grid["cells"] for cell in row))
+    return sorted({score["suite"] for score in result["scores"]} - set(TITLES))
+
+
+def _require(holds: bool) -> None:
+    if not holds:
+        raise ValueError
 
 
 def _names(runs: Sequence[dict[str, Any]]) -> list[str]:
@@ -171,7 +194,9 @@ def _remarks(names: Sequence[str], runs: Sequence[dict[str, Any]]) -> str:
     return "\nNotes\n\n" + "".join(remarks) if remarks else ""
 
 
-def _draw(result: Mapping[str, Any], output: Path) -> None:
+def _draw(result: Mapping[str, Any], output: Path) -> list[str]:
+    """Draw what there is to draw; the names of the files."""
+    drawn = []
     try:
         ruler = {
             name: [score for score in scores if score["suite"] == "ruler" and score["task"] == AVERAGE]
@@ -180,8 +205,11 @@ def _draw(result: Mapping[str, Any], output: Path) -> None:
         ruler = {name: scores for name, scores in ruler.items() if scores}
         if ruler:
             draw_by_length(ruler, output / "ruler.png", label="RULER, mean over tasks (%)")
+            drawn.append("ruler.png")
         grids = {name: grids["niah"] for name, grids in result["grids"].items() if "niah" in grids}
         if grids:
             draw_heatmaps(grids, output / "niah.png")
+            drawn.append("niah.png")
     except MissingExtraError as error:
         warn(str(error))
+    return drawn

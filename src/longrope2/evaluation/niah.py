@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+from longrope2 import needles
 from longrope2.books import read_books
 from longrope2.errors import DataError
 from longrope2.evaluation.engine import Engine
@@ -28,15 +29,16 @@ def found_number(prediction: str, references: Sequence[str]) -> float:
 def niah_samples(setup: Setup, length: int) -> list[Sample]:
     """Samples of one length: every depth in turn, `samples` times."""
     runs = setup.samples or RUNS
-    overhead = _chat_overhead(setup) if setup.chat else 0
+    around = _around(setup.tokenizer, setup.chat)
     documents = make_needles(
         setup.tokenizer,
         read_books(setup.books, held_out=True if setup.books is None else None),
-        length=length - SPARE_TOKENS - overhead,
+        length=length - around,
         count=runs * len(DEPTHS),
         seed=setup.seed,
         depth=DEPTHS,
         note=setup.note,
+        around=around,
     )
     return [_sample(setup, length, index, document) for index, document in enumerate(documents)]
 
@@ -67,9 +69,18 @@ def _chat(setup: Setup, document: NeedleDocument) -> str:
     return chat_frame(setup.tokenizer)(text[:place].rstrip()) + prefix
 
 
-def _chat_overhead(setup: Setup) -> int:
+def _around(tokenizer: Any, chat: bool) -> int:
+    """What a sample may have beside its document."""
+    if not chat:
+        return SPARE_TOKENS
     # Decoding and encoding again may also differ by a token here and there.
-    return len(encode(setup.tokenizer, chat_frame(setup.tokenizer)(""))) + SPARE_TOKENS
+    return 2 * SPARE_TOKENS + len(encode(tokenizer, chat_frame(tokenizer)("")))
+
+
+def check_length(tokenizer: Any, length: int, chat: bool) -> None:
+    """Refuse a length that has no room for a needle, the question and an answer."""
+    around = _around(tokenizer, chat)
+    needles.check_length(tokenizer, length - around, around=around)
 
 
 def run(setup: Setup, engine: Engine) -> Outcome:
@@ -100,4 +111,4 @@ def _grid(cells: dict[int, dict[float, list[float]]]) -> dict[str, Any]:
     }
 
 
-SUITE = Suite(name=NAME, tasks=(NAME,), run=run)
+SUITE = Suite(name=NAME, tasks=(NAME,), run=run, check_length=check_length)

@@ -3,7 +3,9 @@
 import random
 import re
 from collections.abc import Sequence
+from typing import Any
 
+from longrope2.errors import DataError
 from longrope2.evaluation.engine import Engine
 from longrope2.evaluation.results import Outcome, answered, by_task
 from longrope2.evaluation.ruler.prompt import chat_frame
@@ -12,6 +14,8 @@ from longrope2.evaluation.suites import Setup, Suite
 
 NAME = "passkey"
 COUNT, NEW_TOKENS = 50, 6
+# Every pass key has five digits, but not every tokenizer gives them the same number of tokens.
+SPARE_TOKENS = 8
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
 LINE = "The pass key is {key}. Remember it. {key} is the pass key.\n"
 PROMPT = (
@@ -30,18 +34,8 @@ def first_number(prediction: str, references: Sequence[str]) -> float:
 def passkey_samples(setup: Setup, length: int) -> list[Sample]:
     """Samples of one length; the pass key moves from the first line to the last."""
     count = setup.samples or COUNT
-
-    def prompt(lines: int, key: str, depth: float) -> str:
-        before = round(depth * lines)
-        context = NOISE * before + LINE.format(key=key) + NOISE * (lines - before)
-        text = PROMPT.format(context=context)
-        return (chat_frame(setup.tokenizer)(text) if setup.chat else text + "\n\n") + ANSWER_PREFIX
-
-    # Every pass key has five digits, but not every tokenizer gives them the same number of tokens.
-    spare = 8
-    lines = most_that_fit(
-        lambda parts: len(encode(setup.tokenizer, prompt(parts, "00000", 0.5))), length, length - NEW_TOKENS - spare
-    )
+    check_length(setup.tokenizer, length, setup.chat)
+    lines = most_that_fit(lambda parts: _tokens(setup.tokenizer, parts, setup.chat), length, length)
     samples = []
     for index in range(count):
         rng = random.Random(f"{setup.seed} {index}")  # noqa: S311
@@ -52,7 +46,7 @@ def passkey_samples(setup: Setup, length: int) -> list[Sample]:
                 task=NAME,
                 length=length,
                 index=index,
-                prompt=prompt(lines, key, depth),
+                prompt=_prompt(setup.tokenizer, lines, key, depth, setup.chat),
                 references=(key,),
                 max_new_tokens=NEW_TOKENS,
                 score=first_number,
@@ -60,6 +54,28 @@ def passkey_samples(setup: Setup, length: int) -> list[Sample]:
             )
         )
     return samples
+
+
+def _prompt(tokenizer: Any, lines: int, key: str, depth: float, chat: bool) -> str:
+    before = round(depth * lines)
+    context = NOISE * before + LINE.format(key=key) + NOISE * (lines - before)
+    text = PROMPT.format(context=context)
+    return (chat_frame(tokenizer)(text) if chat else text + "\n\n") + ANSWER_PREFIX
+
+
+def _tokens(tokenizer: Any, lines: int, chat: bool) -> int:
+    """Of prompt and answer, at most."""
+    return len(encode(tokenizer, _prompt(tokenizer, lines, "00000", 0.5, chat))) + NEW_TOKENS + SPARE_TOKENS
+
+
+def check_length(tokenizer: Any, length: int, chat: bool) -> None:
+    """Refuse a length that has no room for a pass key in a line of text, the question and an answer."""
+    least = _tokens(tokenizer, 1, chat)
+    if length < least:
+        raise DataError(
+            f"a pass key sample of {length} tokens has no room for its sentences and the answer",
+            hint=f"the smallest length for this tokenizer is {least}",
+        )
 
 
 def run(setup: Setup, engine: Engine) -> Outcome:
@@ -71,4 +87,4 @@ def run(setup: Setup, engine: Engine) -> Outcome:
     return Outcome(measured=measured)
 
 
-SUITE = Suite(name=NAME, tasks=(NAME,), run=run)
+SUITE = Suite(name=NAME, tasks=(NAME,), run=run, check_length=check_length)

@@ -1,6 +1,8 @@
 """`longrope2 evaluate`: a model and suites in, a table and a folder out."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -8,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from longrope2 import __version__, generation, models
+from longrope2.books import read_books
 from longrope2.console import say, show_json, show_table, warn
 from longrope2.distributed import World, world
 from longrope2.errors import LongRopeError, MissingExtraError, all_problems
@@ -24,13 +27,15 @@ from longrope2.evaluation import (
 from longrope2.evaluation.backend import Backend, TorchBackend
 from longrope2.evaluation.engine import Engine, Journal
 from longrope2.evaluation.results import AVERAGE, Outcome
+from longrope2.evaluation.ruler.prompt import chat_frame
 from longrope2.evaluation.samples import digest
 from longrope2.evaluation.suites import Setup, Suite, chosen
 from longrope2.evaluation.table import run_tables
 from longrope2.evaluation.vllm_backend import ONE_SIDE, VllmBackend
 from longrope2.factors import RescaleFactors
 from longrope2.figures import draw_by_length, draw_heatmaps
-from longrope2.files import package_versions, write_json
+from longrope2.files import check_writable, only_one, package_versions, write_json
+from longrope2.generation.saved import carries_factors
 
 SUITES: dict[str, Suite] = {
     module.SUITE.name: module.SUITE
@@ -74,6 +79,8 @@ class EvaluationConfig:
             problems.append(f"{self.data}: no such folder")
         if problems:
             raise LongRopeError(all_problems("evaluation", problems))
+        if self.books is not None:
+            read_books(self.books)  # refuses what is not there, and reads nothing yet
         chosen("suite", self.suites, SUITES)
         for task in self.tasks:
             self._owner(task)
@@ -97,8 +104,11 @@ class EvaluationConfig:
         return owners[0]
 
 
-def lengths_for(config: EvaluationConfig, window: int) -> tuple[int, ...]:
-    """The lengths to run, longest first; refuses those beyond the window unless asked for."""
+def lengths_for(config: EvaluationConfig, window: int, tokenizer: Any = None) -> tuple[int, ...]:
+    """The lengths to run, longest first; refuses those beyond the window unless asked for.
+
+    With a tokenizer also those that have no room for a sample of some suite.
+    """
     lengths = sorted(set(config.lengths), reverse=True)
     if not lengths:
         powers = [SHORTEST << shift for shift in range(16) if SHORTEST << shift <= window]
@@ -108,6 +118,10 @@ def lengths_for(config: EvaluationConfig, window: int) -> tuple[int, ...]:
             f"length {lengths[0]:,} is beyond the model's window of {window:,} tokens",
             hint="choose shorter --lengths, give --factors that reach it, or say --beyond-window",
         )
+    for suite in config.suites:
+        check_length = SUITES[suite].check_length
+        if check_length is not None and tokenizer is not None:
+            check_length(tokenizer, lengths[-1], config.chat)
     return tuple(lengths)
 
 
@@ -118,7 +132,7 @@ def evaluate(
 
     `header` says whose answers they are; answers of another model in the same folder are refused.
     """
-    lengths = lengths_for(config, backend.window)
+    lengths = lengths_for(config, backend.window, backend.tokenizer)
     journal = Journal(output / JOURNAL if here.is_main else None, header)
     try:
         engine = Engine(backend, journal, here, batch_tokens=config.batch_tokens, beyond_window=config.beyond_window)
@@ -160,16 +174,13 @@ def run_evaluation(
     """`longrope2 evaluate`."""
     config = EvaluationConfig(**{key: value for key, value in options.items() if value is not None})
     info = models.describe(model, original_length=original_length)
-    factors = None if factors_file is None else RescaleFactors.load(factors_file, info.rope)
+    factors = None if factors_file is None else RescaleFactors.load(factors_file)
+    if factors is not None:
+        models.check_factors(factors, info)
     window = info.reading.window if factors is None else factors.target_length
-    # Before a large model is loaded for nothing.
-    lengths_for(config, window)
-    for suite in config.suites:
-        find_files = SUITES[suite].find_files
-        if find_files is not None:
-            find_files(config.data_path, config.tasks_of(suite))
+    _check(config, info, factors, window, switch_length, backend_name)
     started = time.monotonic()
-    with world() as here:
+    with world() as here, _alone(output, here):
         backend, facts = _backend(info, factors, window, switch_length, backend_name, here)
         header = {
             "version": __version__,
@@ -205,6 +216,41 @@ def run_evaluation(
         _show(result, output, as_json=as_json)
 
 
+def _check(
+    config: EvaluationConfig,
+    info: models.ModelInfo,
+    factors: RescaleFactors | None,
+    window: int,
+    switch_length: int | None,
+    backend_name: str,
+) -> None:
+    """Refuse what cannot be run, before a large model is loaded for nothing."""
+    lengths_for(config, window)
+    for suite in config.suites:
+        find_files = SUITES[suite].find_files
+        if find_files is not None:
+            find_files(config.data_path, config.tasks_of(suite))
+    if switch_length is not None and backend_name == "torch":
+        if factors is None and not carries_factors(info):
+            raise LongRopeError("--switch-length needs a model with two sides", hint="give --factors FILE")
+        generation.check_switch_length(switch_length, window)
+    tokenizer = models.load_tokenizer(info)
+    if config.chat:
+        chat_frame(tokenizer)
+    lengths_for(config, window, tokenizer)
+
+
+@contextmanager
+def _alone(output: Path, here: World) -> Iterator[None]:
+    """Keep other evaluations out of the folder, and see that it takes the results."""
+    if not here.is_main:
+        yield
+        return
+    with only_one(output, "another process is evaluating there", hint="wait for it, or use another folder"):
+        check_writable(output / RESULTS)
+        yield
+
+
 def _backend(
     info: models.ModelInfo,
     factors: RescaleFactors | None,
@@ -224,15 +270,12 @@ def _backend(
     loaded = models.load(info, device=here.device())
     model = loaded.model
     facts: dict[str, Any] = {"dtype": str(model.dtype).removeprefix("torch.")}
-    rescaled = info.reading.rescaled
-    if factors is not None or (rescaled is not None and rescaled.method == "longrope"):
+    if factors is not None or carries_factors(info):
         model = generation.load(model, factors, switch_length=switch_length)
         switch = model.longrope2
         facts["switch_length"] = switch.switch_length
         values = {key: value for key, value in switch.factors.to_json().items() if key != "provenance"}
         facts["factors_digest"] = digest(values)
-    elif switch_length is not None:
-        raise LongRopeError("--switch-length needs a model with two sides", hint="give --factors FILE")
     return TorchBackend(model, loaded.tokenizer, window=window), facts
 
 

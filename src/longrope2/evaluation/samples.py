@@ -102,7 +102,9 @@ def most_that_fit(count_tokens: Callable[[int], int], most: int, tokens: int) ->
     while parts < most and count_tokens(parts + 1) <= tokens:
         parts += 1
     if least > tokens:
-        raise DataError(f"{tokens} tokens have no room for a prompt", hint=f"the shortest has {least} tokens")
+        raise DataError(
+            "the shortest prompt and its answer do not fit", hint=f"ask for a length greater by {least - tokens}"
+        )
     return parts
 
 

@@ -61,6 +61,8 @@ class Suite:
     run: Callable[[Setup, Engine], Outcome]
     any_task: bool = False
     """Whether it takes names beyond `tasks`."""
+    check_length: Callable[[Any, int, bool], None] | None = None
+    """Given tokenizer, length and chat, raises DataError for a length without room for a sample; before any runs."""
     find_files: Callable[[Path | None, Sequence[str]], object] | None = None
     """Finds in --data what some tasks need, or raises DataError; called before a model is loaded for nothing."""
 

@@ -56,8 +56,13 @@ class Table:
     def markdown(self) -> str:
         """As text with pipes."""
         lines = [self.columns, ["---", *["---:"] * (len(self.columns) - 1)], *self.rows]
-        table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+        table = "\n".join(f"| {' | '.join(map(_in_a_cell, cells))} |" for cells in lines)
         return f"**{self.title}**\n\n{table}\n" + (f"\n{self.caption}\n" if self.caption else "")
+
+
+def _in_a_cell(text: str) -> str:
+    """A name may hold what markdown ends a cell or a row at."""
+    return " ".join(text.replace("|", "\\|").split("\n"))
 
 
 def cell(score: Score | None) -> str:

@@ -1,5 +1,6 @@
 """`longrope2 generate`: a prompt from anywhere, text on stdout, and on stderr what the switch cost."""
 
+import logging
 import math
 import statistics
 import sys
@@ -10,18 +11,29 @@ from typing import Any
 
 import torch
 from transformers import TextStreamer
+from transformers.generation import stopping_criteria
 
-from longrope2.console import say
+from longrope2.console import say, warn
 from longrope2.errors import DataError, LongRopeError
 from longrope2.factors import RescaleFactors
 from longrope2.generation import Strategy, Switch, check_switch_length, load
 from longrope2.generation.saved import carries_factors
-from longrope2.models import describe, load_tokenizer
+from longrope2.models import check_factors, describe, load_tokenizer
 from longrope2.models import load as load_model
 
 DEFAULT_NEW_TOKENS = 256
 LEAST_TEMPERATURE = 1e-6
 """Logits divided by much less are no longer finite."""
+
+
+class _NoReminder(logging.Filter):
+    """transformers reminds of a window that is exceeded; by then it has been told here."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "friendly reminder" not in record.getMessage()
+
+
+NO_REMINDER = _NoReminder()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +105,7 @@ def run_generate(
     factors = None if factors_file is None else RescaleFactors.load(factors_file)
     info = describe(model, original_length=factors.original_length if factors else None)
     if factors is not None:
-        factors.check_fits(info.rope, model)
+        check_factors(factors, info)
     has_factors = factors is not None or carries_factors(info)
     if not has_factors and (strategy or switch_length):
         raise LongRopeError(
@@ -106,12 +118,15 @@ def run_generate(
     if switch_length is not None:
         check_switch_length(switch_length, window)
     room = _room(len(ids), max_new_tokens, window, allow_beyond=allow_beyond, has_factors=has_factors)
+    if not has_factors and len(ids) + room > window:
+        warn(f"prompt and new tokens come to {len(ids) + room:,} tokens, {model} is made for {window:,}")
 
     live = load_model(info).model
     options: dict[str, Any] = sampling.options()
     if has_factors:
         live = load(live, factors, switch_length=switch_length, strategy=strategy or "recompute")
         options["allow_beyond"] = allow_beyond
+    stopping_criteria.logger.addFilter(NO_REMINDER)
     torch.manual_seed(sampling.seed)
     listener = Listener(tokenizer, stream=stream)
     input_ids = torch.tensor([ids], device=live.device)
@@ -169,7 +184,9 @@ def _decoded(file: Path) -> str:
     try:
         content = sys.stdin.buffer.read() if name == "stdin" else file.read_bytes()
     except OSError as error:
-        raise DataError(f"{name}: cannot be read ({error.strerror})") from error
+        raise DataError(
+            f"{name}: cannot be read ({error.strerror})", hint="give a text file, --prompt TEXT, or - to read stdin"
+        ) from error
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError:

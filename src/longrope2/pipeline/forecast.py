@@ -13,12 +13,12 @@ import torch
 from longrope2 import ledger
 from longrope2.console import duration, show_table
 from longrope2.data.plan import read_plan
-from longrope2.data.plan_command import parse_tokens
+from longrope2.errors import LongRopeError
 from longrope2.evaluation import book_perplexity, niah, passkey, ruler_suite
 from longrope2.evaluation.run import EvaluationConfig, lengths_for
 from longrope2.methods import METHODS
 from longrope2.pipeline.recipe import ExportOptions
-from longrope2.pipeline.steps import Setting, Step, search_config
+from longrope2.pipeline.steps import Setting, Step, planned_rows, search_config
 from longrope2.training.estimate import FLASH_BACKWARD, Work, assumed_work, estimate, planned_work
 from longrope2.training.gpus import GIB, known_gpu
 from longrope2.training.job import resolve
@@ -149,16 +149,8 @@ def _search(setting: Setting, _: Step, shape: Shape, machine: Machine) -> Needs:
     )
 
 
-def _planned_rows(setting: Setting) -> int | None:
-    """Rows of the plan, where the recipe says so."""
-    plan = setting.recipe.plan
-    if "rows" in plan:
-        return int(plan["rows"])
-    return parse_tokens(plan["tokens"]) // setting.recipe.target_length if "tokens" in plan else None
-
-
 def _data(setting: Setting, _: Step, shape: Shape, machine: Machine) -> Needs:
-    rows = _planned_rows(setting)
+    rows = planned_rows(setting.recipe)
     tokens = None if rows is None else rows * setting.recipe.target_length
     return Needs(
         seconds=None if tokens is None else OVERHEAD_SECONDS["data"] + tokens / 1e6,
@@ -170,8 +162,11 @@ def _data(setting: Setting, _: Step, shape: Shape, machine: Machine) -> Needs:
 def _work(setting: Setting) -> tuple[Work | None, dict[str, Any]]:
     """What training has to go through, from the plan if there is one, and the resolved options."""
     recipe, path = setting.recipe, setting.folder / ledger.PLAN
-    plan = read_plan(path) if path.exists() else None
-    rows = len(plan) if plan else _planned_rows(setting)
+    try:
+        plan = read_plan(path) if path.exists() else None
+    except LongRopeError:
+        plan = None  # damaged, and made again
+    rows = len(plan) if plan else planned_rows(recipe)
     if rows is None and "steps" not in recipe.train:
         return None, recipe.train
     config = resolve(rows, groups=1, **recipe.train)

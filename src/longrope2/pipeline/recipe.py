@@ -3,12 +3,13 @@
 import difflib
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from importlib import resources
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from longrope2 import ledger
 from longrope2.data.buckets import Bucket
 from longrope2.data.plan_command import PLAN_KEYS
 from longrope2.data.recall import RecallConfig
@@ -35,7 +36,7 @@ class ExportOptions:
 
     profile: Profile = "dual"
     formats: tuple[Format, ...] = ("huggingface",)
-    dtype: str | None = None
+    dtype: Literal["float32", "float16", "bfloat16", "q8_0"] | None = None
     fold_temperature: bool = False
 
 
@@ -171,15 +172,23 @@ def _checked(values: Table, where: str) -> Table:
         for number, table in enumerate(checked[key] if _is_list(key) else [checked[key]] if key in tables else []):
             subject = f"{key} {number + 1}" if _is_list(key) else key
             problems += _wrong_entries(subject, table, tables[key])
-    problems += [f"method {name!r} is not known" for name in checked.get("methods", ()) if name not in METHODS]
-    problems += [
-        f"source {number}: path is missing" for number, table in enumerate(checked.get("source", ()), 1)
-        if isinstance(table, dict) and "path" not in table
-    ]  # fmt: skip
+            problems += [f"{subject}: {name} is missing" for name in _required(key) if name not in table]
+    methods = checked.get("methods", ())
+    if conforms(methods, top["methods"]):
+        known_forms = [name for name in METHODS if name != ledger.AFTER_TRAINING]  # which is no closed form
+        problems += [f"method {name!r} is not known" for name in methods if name not in known_forms]
+        problems += [f"method {name!r} is named twice" for name in sorted(set(methods)) if methods.count(name) > 1]
     if problems:
         known = ", ".join(f.name for f in fields(Recipe))
         raise LongRopeError(all_problems(where, problems), hint=f"a recipe knows {known}; see docs/extend.md")
     return checked
+
+
+def _required(key: str) -> list[str]:
+    """What a table must have, since its dataclass knows no default for it."""
+    kinds = {"source": Source, "bucket": Bucket, "recall": RecallConfig, "evaluate": EvaluationConfig}
+    found = fields(kinds[key]) if key in kinds else ()
+    return [f.name for f in found if f.default is MISSING and f.default_factory is MISSING]
 
 
 def _is_list(key: str) -> bool:

@@ -18,6 +18,7 @@ from longrope2.evaluation.suites import chosen
 from longrope2.files import package_versions
 from longrope2.ledger import STAGES, Ledger, fingerprint, only_one
 from longrope2.models import describe
+from longrope2.pipeline.checks import check_recipe
 from longrope2.pipeline.recipe import read_recipe
 from longrope2.pipeline.steps import Setting, Step, make_steps, plan_is_usable
 from longrope2.report.gather import gather
@@ -82,15 +83,18 @@ class Job:
         cache: Path | None,
     ) -> None:
         self.folder = folder
+        _refuse_foreign(folder, config)
         recipe = read_recipe(config, model=model, target_length=target_length)
         info = describe(recipe.model, original_length=recipe.original_length)
         info.refuse_rescaled(extend_again=recipe.extend_again)
         self.setting = Setting(folder=folder, recipe=recipe, info=info, cache=cache)
         self._wanted = chosen("stage", stages, STAGES) or list(STAGES)
+        check_recipe(self.setting, self._wanted)
         # What earlier runs have done belongs to this one, too.
         done = [name for name, entry in Ledger(folder).steps.items() if entry["state"] == ledger.DONE]
         self._steps = make_steps(self.setting, {*self._wanted, *(name.partition("/")[0] for name in done)})
         self._inputs = self._all_inputs()
+        self._require_needs()
 
     @property
     def steps(self) -> list[Step]:
@@ -123,6 +127,11 @@ class Job:
             stack.enter_context(contextlib.redirect_stdout(sys.stderr))
             if is_main:
                 stack.enter_context(only_one(self.folder))
+                if kept := ledger.keep_damaged(self.folder):
+                    warn(
+                        f"{self.folder / ledger.LEDGER} is damaged (kept as {kept.name}) and made anew: "
+                        "each step runs again, and finds what it has done"
+                    )
                 Ledger(self.folder).describe(
                     model=self.setting.info.name,
                     revision=self.setting.info.revision,
@@ -141,7 +150,6 @@ class Job:
     def _do(self, step: Step, reason: str, *, is_main: bool) -> None:
         inputs = self._inputs[step.name]
         if is_main:
-            self._require_needs(step)
             _make_room(self.folder, step, inputs, reason)
             say(f"── {step.name}")
             Ledger(self.folder).start(step.name, inputs)
@@ -169,29 +177,41 @@ class Job:
             found[step.name] = _plain({"model": identity, "options": dict(step.options), "needs": needed})
         return found
 
-    def _require_needs(self, step: Step) -> None:
-        """Refuse a step whose needs were left out and are not there from before; a report shows what there is."""
-        if step.name == "report":
-            return
-        book = Ledger(self.folder)
-        missing = [
-            name
-            for name in step.needs
-            if not (name in self._inputs and book.is_done(name, fingerprint(self._inputs[name])))
-        ]
-        if missing:
-            stages = list(dict.fromkeys(name.partition("/")[0] for name in missing))
-            raise LongRopeError(
-                f"{step.name} needs {' and '.join(stages)}, not done yet with these options",
-                hint=f"run that, too: --stages {','.join([*stages, step.stage])}",
-            )
+    def _require_needs(self) -> None:
+        """Refuse steps whose needs were left out and are not there from before; a report shows what there is."""
+        book, chosen_names = Ledger(self.folder), [step.name for step in self.steps]
+        for step in self.steps:
+            missing = [
+                name
+                for name in step.needs
+                if name not in chosen_names
+                and not (name in self._inputs and book.is_done(name, fingerprint(self._inputs[name])))
+            ]
+            if missing and step.name != "report":
+                stages = list(dict.fromkeys(name.partition("/")[0] for name in missing))
+                raise LongRopeError(
+                    f"{step.name} needs {' and '.join(stages)}, not done yet with these options",
+                    hint=f"run that, too: --stages {','.join([*stages, *self._wanted])}",
+                )
+
+
+def _refuse_foreign(folder: Path, config: str | Path | None) -> None:
+    """Nothing is written among files of other things; a recipe may lie where its run goes."""
+    if not folder.is_dir() or (folder / ledger.LEDGER).exists():
+        return
+    recipe = None if config is None else Path(config).resolve()
+    # Hidden files are a lock, what a kill left at the very start, or a system's own.
+    if any(not path.name.startswith(".") and path.resolve() != recipe for path in folder.iterdir()):
+        raise LongRopeError(
+            f"{folder}: neither empty nor a run of `longrope2 extend`", hint="use another folder, or an empty one"
+        )
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Which inputs are others than before."""
     parts: list[str] = []
     for group in ("model", "options", "needs"):
-        old, new = before[group], now[group]
+        old, new = before.get(group, {}), now[group]
         changed = [name for name in {**old, **new} if old.get(name) != new.get(name)]
         if group == "needs":
             parts += [f"{', '.join(changed)} changed"] if changed else []
@@ -210,10 +230,9 @@ def _make_room(folder: Path, step: Step, inputs: Mapping[str, Any], reason: str)
     if step.replaces:
         return
     if entry is None:
-        if place.exists() and any(place.iterdir()):
-            raise LongRopeError(
-                f"{place} holds something that this run did not make", hint="use another folder, or move it away"
-            )
+        # A ledger was lost, or somebody worked here by hand. Long steps tell themselves what is theirs to go on with.
+        if not step.together and (aside := _set_aside(folder, place, step.name, fingerprint(inputs))):
+            say(f"{step.name} runs again; what was there is kept in {aside}")
     elif entry["fingerprint"] != fingerprint(inputs):
         aside = _set_aside(folder, place, step.name, entry["fingerprint"])
         kept = f"; the earlier result is kept in {aside}" if aside else ""

@@ -10,11 +10,12 @@ from typing import Any
 from longrope2 import ledger
 from longrope2.console import warn
 from longrope2.data.plan import read_plan
-from longrope2.data.plan_command import run_plan
+from longrope2.data.plan_command import parse_tokens, run_plan
 from longrope2.data.recall import RecallConfig, write_recall
 from longrope2.distributed import world
 from longrope2.errors import LongRopeError
 from longrope2.evaluation.run import run_evaluation
+from longrope2.export.engines import ENGINES, Format
 from longrope2.export.reference import Reference
 from longrope2.export.run import export
 from longrope2.export.verify import FAILED, WRONG, findings
@@ -26,7 +27,7 @@ from longrope2.report.gather import gather
 from longrope2.report.run import write_report
 from longrope2.report.summary import summarise
 from longrope2.search.evolution import EvolutionConfig
-from longrope2.search.run import SearchConfig, check, search
+from longrope2.search.run import SearchConfig, search
 from longrope2.training.job import ELASTIC
 from longrope2.training.run import run_train
 
@@ -132,7 +133,6 @@ def search_config(recipe: Recipe) -> SearchConfig:
 
 def _search_step(setting: Setting) -> Step:
     config = search_config(setting.recipe)
-    check(config, setting.info.rope)
 
     def work() -> None:
         tensor_parallel = setting.recipe.search.get("tensor_parallel", 1)
@@ -147,17 +147,6 @@ def _search_step(setting: Setting) -> Step:
 
 def _data_step(setting: Setting) -> Step:
     recipe = setting.recipe
-    asked = [source for source in recipe.source if source["path"] == RECALL]
-    if bool(asked) != (recipe.recall is not None):
-        raise LongRopeError(
-            'the table [recall] and a source with path = "recall" go together, and one of them is missing',
-            hint="see docs/extend.md",
-        )
-    if not recipe.source:
-        raise LongRopeError(
-            "no source of documents to train on",
-            hint="name them in a recipe (--config FILE, [[source]]), or leave training out: --stages search,evaluate,…",
-        )
     options: dict[str, Any] = {
         "plan": recipe.plan,
         "source": list(recipe.source),
@@ -170,17 +159,29 @@ def _data_step(setting: Setting) -> Step:
     return Step(name="data", needs=(), options=options, outputs=(ledger.PLAN,), work=work)
 
 
+def planned_rows(recipe: Recipe) -> int | None:
+    """Rows of the plan, where the recipe says so."""
+    plan = recipe.plan
+    if "rows" in plan:
+        return int(plan["rows"])
+    return parse_tokens(plan["tokens"]) // recipe.target_length if "tokens" in plan else None
+
+
+def mix_text(recipe: Recipe, recall: Path) -> str:
+    """What `longrope2 data plan --config` takes; the documents of [recall] lie in `recall`."""
+    sources = [
+        {"name": RECALL, **source, "path": str(recall)} if source["path"] == RECALL else source
+        for source in recipe.source
+    ]
+    return _toml({"plan": recipe.plan, "source": sources, "bucket": list(recipe.bucket)})
+
+
 def _make_data(setting: Setting) -> None:
     recipe, folder = setting.recipe, setting.folder / "data"
-    sources = []
-    for source in recipe.source:
-        if source["path"] == RECALL:
-            path = folder / "recall.jsonl"
-            write_recall(load_tokenizer(setting.info), RecallConfig(**(recipe.recall or {})), path)
-            source = {"name": RECALL, **source, "path": str(path.absolute())}
-        sources.append(source)
-    mix = folder / "mix.toml"  # what `longrope2 data plan --config` takes
-    write_text(mix, _toml({"plan": recipe.plan, "source": sources, "bucket": list(recipe.bucket)}))
+    mix, recall = folder / "mix.toml", folder.absolute() / "recall.jsonl"
+    if recipe.recall is not None:
+        write_recall(load_tokenizer(setting.info), RecallConfig(**recipe.recall), recall)
+    write_text(mix, mix_text(recipe, recall))
     run_plan(
         setting.info.name,
         setting.folder / ledger.PLAN,
@@ -305,7 +306,10 @@ def _verify(setting: Setting, exported: tuple[str, ...]) -> None:
     engines = VerifyOptions(**setting.recipe.verify).engines
     found = {}
     for place in exported:
-        found[place] = [asdict(finding) for finding in findings(Reference(setting.folder / place), engines)]
+        format: Format = "gguf" if place.endswith(".gguf") else "huggingface"
+        fitting = [engine for engine in engines if ENGINES[engine.partition("=")[0]].format == format]
+        if fitting or not engines:
+            found[place] = [asdict(finding) for finding in findings(Reference(setting.folder / place), fitting)]
     write_json(setting.folder / ledger.VERIFIED, found)
     for place, lines in found.items():
         for finding in lines:
@@ -318,15 +322,14 @@ def _report(setting: Setting) -> None:
 
 
 def plan_is_usable(setting: Setting) -> bool:
-    """Whether the tokenised sources of the plan are still in the cache."""
+    """Whether the tokenised sources of the plan are still in the cache, and whole."""
     from longrope2.data.corpus import open_corpus
 
     try:
-        for key in read_plan(setting.folder / ledger.PLAN).corpus_keys:
-            open_corpus(key, setting.cache)
+        keys = read_plan(setting.folder / ledger.PLAN).corpus_keys
+        return all(open_corpus(key, setting.cache).is_whole() for key in keys)
     except LongRopeError:
         return False
-    return True
 
 
 def stamp(path: str | None) -> str | None:

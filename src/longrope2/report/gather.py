@@ -5,10 +5,37 @@ from pathlib import Path
 from typing import Any
 
 from longrope2 import ledger
-from longrope2.errors import LongRopeError
+from longrope2.errors import FactorsError, LongRopeError
 from longrope2.factors import RescaleFactors
 from longrope2.methods import rescale
+from longrope2.shapes import misfit
 from longrope2.training.progress import read_log
+
+AGAIN = "run `longrope2 extend` again as before: what is damaged is made anew"
+RUN_ON = {"device": str, "processes": int}
+SEARCH = {
+    **RUN_ON,
+    "weights": str,
+    "config": {"evolution": dict},
+    "document_evaluations": int,
+    "exhaustive_evaluations": int,
+    "closed_form_perplexity": {...: float | None},
+    "convergence": [
+        {"iteration": int, "perplexity": float | None, "critical_dimension": int | None, "evaluations": int,
+         "exhaustive_evaluations": int}
+    ],
+}  # fmt: skip
+PLAN = {"rows": int, "config": {"seed": int}, "report": dict}
+STEP = {"loss": float, "tokens": int}
+TRAINING = {**RUN_ON, "config": {"train": dict}}
+SCORE = {
+    "suite": str, "task": str, "length": int | None, "score": float | None, "low": float | None, "high": float | None,
+    "samples": int | None,
+}  # fmt: skip
+RESULT = {**RUN_ON, "scores": [SCORE], "grids": dict, "seconds": float, "config": dict, "notes": list}
+GRID = {"lengths": [int], "depths": [float], "cells": [[{"score": float, "samples": int}]]}
+VERIFIED = {...: [{"engine": str, "mode": str, "max_error": float | None, "verdict": str, "note": str}]}
+"""What the page relies on in each file."""
 
 
 def gather(folder: Path) -> dict[str, Any]:
@@ -17,9 +44,9 @@ def gather(folder: Path) -> dict[str, Any]:
     if book is None:
         raise LongRopeError(f"{folder}: no run of `longrope2 extend` there", hint="give the folder named with -o")
     finished = [name for name, entry in book["steps"].items() if entry["state"] == ledger.DONE]
-    factors = _json(folder / ledger.FACTORS)
+    factors = _factors(folder / ledger.FACTORS)
     scores, grids, evaluations = _evaluations(folder, book["recipe"]["methods"], finished)
-    log = read_log(folder / ledger.TRAINING_LOG)
+    log = read_log(folder / ledger.TRAINING_LOG) if (folder / ledger.TRAINING_LOG).is_file() else []
     return {
         "name": folder.absolute().name,
         "model": book["model"],
@@ -28,29 +55,48 @@ def gather(folder: Path) -> dict[str, Any]:
         "recipe": book["recipe"],
         "versions": book["versions"],
         "steps": book["steps"],
-        "search": _json(folder / ledger.SEARCH),
+        "search": _json(folder / ledger.SEARCH, SEARCH),
         "factors": factors,
         "closed_forms": _closed_forms(factors, book["recipe"]["methods"]),
         "plan": _plan(folder / ledger.PLAN),
-        "log": [line for line in log if "loss" in line],
+        "log": [line for line in log if _is_step(line)],
         "needles_while_training": [line for line in log if "needles" in line],
-        "training": _json(folder / ledger.TRAINING_RECORD),
+        "training": _json(folder / ledger.TRAINING_RECORD, TRAINING),
         "scores": scores,
         "grids": grids,
         "evaluations": evaluations,
-        "verified": _json(folder / ledger.VERIFIED),
+        "verified": _json(folder / ledger.VERIFIED, VERIFIED),
         "exports": _exports(folder, finished, book),
     }
 
 
-def _json(path: Path) -> dict[str, Any] | None:
+def _json(path: Path, shape: Any) -> dict[str, Any] | None:
     try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return _shaped(path, path.read_text(encoding="utf-8"), shape)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
-        raise LongRopeError(f"{path}: cannot be read ({error})", hint="run `longrope2 extend` again") from error
+    except OSError as error:
+        raise LongRopeError(f"{path}: cannot be read ({error.strerror})", hint=AGAIN) from error
+
+
+def _shaped(path: Path, text: str, shape: Any) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads(text)
+    except ValueError as error:
+        raise LongRopeError(f"{path}: damaged ({error})", hint=AGAIN) from error
+    if problem := misfit(content, shape):
+        raise LongRopeError(f"{path}: damaged ({problem})", hint=AGAIN)
     return content
+
+
+def _factors(path: Path) -> dict[str, Any] | None:
+    content = _json(path, {})
+    if content is None:
+        return None
+    try:
+        return RescaleFactors.from_json(content, source=str(path)).to_json()
+    except FactorsError as error:
+        raise LongRopeError(error.message, hint=AGAIN) from error
 
 
 def _closed_forms(factors: dict[str, Any] | None, methods: list[str]) -> dict[str, list[float]]:
@@ -62,11 +108,20 @@ def _closed_forms(factors: dict[str, Any] | None, methods: list[str]) -> dict[st
 
 def _plan(path: Path) -> dict[str, Any] | None:
     """The composition in a plan's first line."""
-    if not path.exists():
+    try:
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            header = _shaped(path, lines.readline(), PLAN)
+    except FileNotFoundError:
         return None
-    with path.open(encoding="utf-8") as lines:
-        header = json.loads(lines.readline())
+    except OSError as error:
+        raise LongRopeError(f"{path}: cannot be read ({error.strerror})", hint=AGAIN) from error
     return {"rows": header["rows"], "seed": header["config"]["seed"], **header["report"]}
+
+
+def _is_step(line: dict[str, Any]) -> bool:
+    """Whether a line of the log tells of a step; what a kill or a full disk has left of one is passed over."""
+    losses = {name: float for name in ("loss_short", "loss_long") if name in line}
+    return misfit(line, {**STEP, **losses}) is None
 
 
 def _evaluations(
@@ -80,9 +135,12 @@ def _evaluations(
     for method in order:
         for step in finished:
             if step.startswith(f"{ledger.EVALUATE}/{method}/"):
-                result = _json(folder / step / "results.json")
+                path = folder / step / "results.json"
+                result = _json(path, RESULT)
                 if result is None:
                     continue
+                if "niah" in result["grids"] and (problem := misfit(result["grids"]["niah"], GRID)):
+                    raise LongRopeError(f"{path}: damaged (grids.niah: {problem})", hint=AGAIN)
                 scores.setdefault(method, []).extend(result["scores"])
                 grids |= {method: result["grids"]["niah"]} if "niah" in result["grids"] else {}
                 facts[step] = {name: result[name] for name in ("device", "processes", "seconds", "config", "notes")}
@@ -97,7 +155,8 @@ def _exports(folder: Path, finished: list[str], book: dict[str, Any]) -> list[di
         path = folder / place
         files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
         size = sum(file.stat().st_size for file in files if file.exists())
-        own, config = (_json(path / name) if path.is_dir() else None for name in ("factors.json", "config.json"))
+        own = _factors(path / "factors.json") if path.is_dir() else None
+        config = _json(path / "config.json", {"model_type": str}) if path.is_dir() else None
         family = (config or {}).get("model_type", "")
         found.append({"place": place, "bytes": size, "factors": own, "family": family})
     return found

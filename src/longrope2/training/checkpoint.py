@@ -30,6 +30,7 @@ from longrope2.distributed import World
 from longrope2.errors import LongRopeError
 from longrope2.files import write_json
 
+FOLDER = "checkpoints"
 NAME = re.compile(r"step-(\d{8})")
 RECORD = "checkpoint.json"
 BLOCK = 1 << 20
@@ -50,7 +51,7 @@ class Checkpoints:
     def save(self, step: int, model: nn.Module, optimizer: Optimizer, record: dict[str, Any]) -> None:
         """Begin to write the state after `step` steps; the one before is finished first."""
         self.finish()
-        final = self._folder / f"step-{step:08d}"
+        final = self._folder / step_name(step)
         temporary = _partial(final)
         if self._here.is_main:
             for leftover in self._folder.glob(".step-*.partial"):  # of a run that was killed
@@ -89,13 +90,13 @@ class Checkpoints:
         temporary.rename(final)
         # Later ones were passed over as damaged; they must not count, or good ones would go in their place.
         for old in [step for step in self._steps() if step <= record["step"]][: -self._keep]:
-            shutil.rmtree(self._folder / f"step-{old:08d}")
+            shutil.rmtree(self._folder / step_name(old))
 
     def load_latest(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any] | None:
         """Restore the newest whole checkpoint and return its record; None where there is none."""
         # What the main process sees: on a network file system others may see it later.
         for step in reversed(self._here.gather(self._steps())[0]):
-            folder = self._folder / f"step-{step:08d}"
+            folder = self._folder / step_name(step)
             problem = self._here.gather(_problem(folder) if self._here.is_main else None)[0]
             if problem is not None:
                 if self._here.is_main:
@@ -120,6 +121,11 @@ class Checkpoints:
             return []
         names = (NAME.fullmatch(path.name) for path in self._folder.iterdir())
         return sorted(int(match[1]) for match in names if match)
+
+
+def step_name(step: int) -> str:
+    """The name of the checkpoint after so many steps."""
+    return f"step-{step:08d}"
 
 
 @contextmanager

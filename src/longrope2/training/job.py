@@ -9,10 +9,11 @@ from typing import Any, Literal
 
 from longrope2.console import say, warn
 from longrope2.data.corpus import Corpus, open_corpus
+from longrope2.data.loader import RowLoader
 from longrope2.data.marks import tokenizer_fingerprint
 from longrope2.data.plan import Plan
 from longrope2.distributed import World
-from longrope2.errors import LongRopeError, all_problems, require
+from longrope2.errors import DataError, LongRopeError, all_problems, require
 from longrope2.factors import RescaleFactors
 from longrope2.files import package_versions
 from longrope2.models import ModelInfo, load_tokenizer, weights_fingerprint
@@ -25,6 +26,7 @@ from longrope2.training.shape import Shape, shape_of, skeleton
 SaveDtype = Literal["bfloat16", "float16", "float32"]
 BATCH_ROWS = 64
 LARGEST_WARMUP = 10
+LARGE_BYTES = 2 * 10**9
 ELASTIC = {
     "save_every", "keep", "evaluate_every", "evaluate_documents", "books",
     "sequence_parallel", "recompute", "compiled", "save_dtype",
@@ -118,6 +120,9 @@ def prepare(
         require("peft", extra="train", purpose="LoRA")
     if here.is_main:
         _warn_of_other_short_side(info, factors)
+    corpora = [open_corpus(key, cache) for key in plan.corpus_keys]
+    if damage := here.gather_all(_damage(plan, corpora) if here.is_main else None)[0]:
+        raise damage
     needles: list[NeedleDocument] = []
     if config.evaluate_every:
         needles = needle_documents(
@@ -132,7 +137,7 @@ def prepare(
         info=info,
         factors=factors,
         plan=plan,
-        corpora=[open_corpus(key, cache) for key in plan.corpus_keys],
+        corpora=corpora,
         tokenizer=tokenizer,
         shape=shape_of(bones, info, freeze=config.freeze, lora=config.lora),
         needles=needles,
@@ -190,6 +195,24 @@ def _uneven(config: RunConfig, plan: Plan, model_config: Any, here: World) -> li
         groups = "processes" if size == 1 else f"groups of {size} processes"
         found.append(f"{config.train.batch_rows} rows of a step (batch_rows) cannot be shared by {here.size} {groups}")
     return found
+
+
+def _damage(plan: Plan, corpora: Sequence[Corpus]) -> LongRopeError | None:
+    """What is wrong with the tokens of a plan: bytes that have changed, rows that cannot be built from them."""
+    size = sum(corpus.path.stat().st_size for corpus in corpora)
+    if size > LARGE_BYTES:
+        say(f"checking {size / 1e9:.0f} GB of tokens, about a second for each")
+    try:
+        for corpus in corpora:
+            if not corpus.is_whole():
+                raise DataError(
+                    f"{corpus.path}: damaged, its bytes are not those that were written",
+                    hint="run `longrope2 data plan` again, which makes it anew",
+                )
+        RowLoader(plan, corpora).check()
+    except LongRopeError as error:
+        return error
+    return None
 
 
 def _warn_of_other_short_side(info: ModelInfo, factors: RescaleFactors) -> None:

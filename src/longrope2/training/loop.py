@@ -18,7 +18,8 @@ from longrope2.distributed import World
 from longrope2.errors import LongRopeError, below_minimum
 from longrope2.factors import RescaleFactors
 from longrope2.files import package_versions
-from longrope2.training.checkpoint import Checkpoints
+from longrope2.training.checkpoint import FOLDER, Checkpoints
+from longrope2.training.interrupts import interrupts
 from longrope2.training.mixed import Batch, MixedWindowModel, mixed_window
 from longrope2.training.parallel import own_part, sequence_parallel, shard
 
@@ -111,16 +112,21 @@ def train(
 
     A row is of the kind its RoPE says, unless `kind_of` knows better; `name_row` names it in errors. `started` hears
     after how many steps the run goes on. `evaluate` may use the model between steps, all processes at once; it is
-    called before the first step and after each one, before that step's checkpoint.
+    called before the first step and after each one, before that step's checkpoint. Ctrl-C lets the step under way end
+    and saves a checkpoint.
     """
     device = next(model.parameters()).device
     record = {"config": asdict(config), "versions": package_versions("torch", "transformers")}
     results = []
     recompute = device.type == "cuda" if recompute is None else recompute
-    with mixed_window(model, factors, recompute=recompute, compiled=compiled) as mixed, sequence_parallel(here):
+    with (
+        interrupts() as interrupt,
+        mixed_window(model, factors, recompute=recompute, compiled=compiled) as mixed,
+        sequence_parallel(here),
+    ):
         shard(mixed, here)
         optimizer = make_optimizer(mixed, config)
-        checkpoints = Checkpoints(output / "checkpoints", keep=config.keep, here=here)
+        checkpoints = Checkpoints(output / FOLDER, keep=config.keep, here=here)
         resumed = checkpoints.load_latest(mixed, optimizer)
         first = resumed["step"] if resumed else 0
         if resumed and here.is_main:
@@ -129,23 +135,28 @@ def train(
         mixed.train()
         if first == 0:
             evaluate(mixed, 0)
-        for step in range(first, config.steps):
-            # Dropout, where a model has it, must not depend on where a run was interrupted.
-            torch.manual_seed((config.seed * 1_000_003 + step) % 2**63)
-            numbers = config.rows_of(step, here)
-            for group in optimizer.param_groups:
-                group["lr"] = config.learning_rate_at(step)
-            batches = [own_part(rows(n), here).to(device) for n in numbers]
-            kinds = [kind_of(n) for n in numbers] if kind_of else None
-            result = train_step(mixed, optimizer, batches, config, step, here, kinds=kinds)
-            if not math.isfinite(result.loss) or not math.isfinite(result.gradient_norm):
-                checkpoints.finish()
-                raise _not_finite(result, config, name_row)
-            results.append(result)
-            report(result)
-            evaluate(mixed, step + 1)
-            if (step + 1) % config.save_every == 0 or step + 1 == config.steps:
-                checkpoints.save(step + 1, mixed, optimizer, record)
+        with interrupt.deferred():
+            for step in range(first, config.steps):
+                # Dropout, where a model has it, must not depend on where a run was interrupted.
+                torch.manual_seed((config.seed * 1_000_003 + step) % 2**63)
+                numbers = config.rows_of(step, here)
+                for group in optimizer.param_groups:
+                    group["lr"] = config.learning_rate_at(step)
+                batches = [own_part(rows(n), here).to(device) for n in numbers]
+                kinds = [kind_of(n) for n in numbers] if kind_of else None
+                result = train_step(mixed, optimizer, batches, config, step, here, kinds=kinds)
+                if not math.isfinite(result.loss) or not math.isfinite(result.gradient_norm):
+                    checkpoints.finish()
+                    raise _not_finite(result, config, name_row)
+                results.append(result)
+                report(result)
+                evaluate(mixed, step + 1)
+                stopping = any(here.gather_all(interrupt.asked))  # all together, or a checkpoint would wait for one
+                if stopping or (step + 1) % config.save_every == 0 or step + 1 == config.steps:
+                    checkpoints.save(step + 1, mixed, optimizer, record)
+                if stopping:
+                    checkpoints.finish()
+                    raise KeyboardInterrupt
         checkpoints.finish()
         mixed.eval()
     return results

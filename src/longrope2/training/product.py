@@ -1,12 +1,13 @@
 """The end product of a run: a plain transformers folder with longrope in its config, whole or absent."""
 
+import json
 import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
@@ -20,6 +21,9 @@ from longrope2.training.trainable import merged
 SHARD_SIZE = "5GB"
 RECORD = "training.json"
 FACTORS = "factors.json"
+INDEX = "model.safetensors.index.json"
+SHOWN = ("config", "steps", "tokens", "seconds", "losses", "needles")
+"""What must stand in a record for it to be shown."""
 
 
 def write_product(
@@ -46,12 +50,39 @@ def write_product(
         for path in temporary.iterdir():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
+        if folder.exists():  # damaged, or of another dtype
+            shutil.rmtree(folder)
         temporary.rename(folder)
     except (OSError, SafetensorError) as error:
         raise LongRopeError(
             f"{folder}: the trained model cannot be written ({error})",
             hint="free some space and run the same command again: the last checkpoint has all steps",
         ) from error
+
+
+def product_problem(folder: Path, *, dtype: str) -> str | None:
+    """Why a folder is not the whole product of a run, with weights of this type; None if it is."""
+    try:
+        record, *_ = (_read(folder / name) for name in (RECORD, FACTORS, "config.json", "tokenizer_config.json"))
+        if lacking := [name for name in SHOWN if name not in record]:
+            return f"{RECORD} lacks {', '.join(lacking)}"
+        files = _read(folder / INDEX)["weight_map"].values() if (folder / INDEX).exists() else ["model.safetensors"]
+        for name in set(files):
+            with safe_open(folder / name, framework="pt"):  # refuses one whose size is not what its header says
+                pass
+        if (saved := record["config"]["save_dtype"]) != dtype:
+            return f"its weights are {saved}, {dtype} is asked for"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        return str(error)
+    return None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path.name} is not JSON: {error}") from error
+    return values
 
 
 def full_state(model: Any, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from longrope2.console import show_json, show_table
+from longrope2.console import show_json, show_table, warn
 from longrope2.distributed import World
 from longrope2.training.job import Job, versions
 from longrope2.training.product import RECORD
@@ -17,7 +17,12 @@ from longrope2.training.progress import LOG, read_log
 def make_record(job: Job, output: Path, here: World) -> dict[str, Any]:
     """What goes into the model's folder, from the job and the log of all its steps."""
     log = read_log(output / LOG)
-    steps = [line for line in log if "loss" in line]
+    steps = [line for line in log if {"loss", "tokens", "seconds"} <= line.keys()]
+    if (lost := job.config.train.steps - len(steps)) > 0:
+        warn(
+            f"{output / LOG} lacks {lost} of {job.config.train.steps} steps: tokens, seconds and losses in {RECORD} "
+            "are those of the others; the weights are not touched by that"
+        )
     needles = [line for line in log if "needles" in line]
     factors, plan = job.factors, job.plan
     return {

@@ -16,10 +16,13 @@ from longrope2.errors import LongRopeError, all_problems
 from longrope2.factors import RescaleFactors
 from longrope2.files import only_one, write_json
 from longrope2.models import describe, load
+from longrope2.training.checkpoint import FOLDER as CHECKPOINTS
+from longrope2.training.checkpoint import step_name
+from longrope2.training.interrupts import interrupts
 from longrope2.training.job import Job, prepare
 from longrope2.training.loop import train
-from longrope2.training.product import write_product
-from longrope2.training.progress import Reporter
+from longrope2.training.product import product_problem, write_product
+from longrope2.training.progress import LOG, Reporter
 from longrope2.training.record import make_record, show_record
 from longrope2.training.retrieval import Retrieval
 from longrope2.training.rows import PlanRows
@@ -45,7 +48,11 @@ def run_train(
     """Check everything, then train, or go on where a run was interrupted, and write the model."""
     # DCP says so whenever a single process saves, though it was asked to.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-    with world(group_size=sequence_parallel) as here:
+    if sequence_parallel < 1:
+        raise LongRopeError(
+            f"sequence_parallel must be at least 1, got {sequence_parallel}", hint="1: each process takes whole rows"
+        )
+    with interrupts(), world(group_size=sequence_parallel) as here:
         job = prepare(
             describe(model, original_length=original_length),
             RescaleFactors.load(factors),
@@ -143,38 +150,88 @@ def _reporter(job: Job, output: Path, here: World, wandb: str | None) -> Reporte
 
 
 def _is_finished(output: Path, job: Job, here: World) -> bool:
-    """Whether the folder holds the same run, finished; one with another run is refused."""
-    finished, problem = here.gather_all(_look_at(output, job.identity) if here.is_main else (False, None))[0]
-    if problem is not None:
-        raise LongRopeError(problem, hint="use the same options to go on with it, or another folder")
+    """Whether the folder holds the same run, finished; one with anything else is refused."""
+    finished, refusal = here.gather_all(_look_at(output, job) if here.is_main else (False, None))[0]
+    if refusal is not None:
+        raise refusal
     if finished and here.is_main:
         say(f"{output}: this run is already finished")
     return bool(finished)
 
 
-def _look_at(output: Path, identity: dict[str, Any]) -> tuple[bool, str | None]:
-    """Whether a folder holds this run, finished; and what is wrong with it."""
+def _look_at(output: Path, job: Job) -> tuple[bool, LongRopeError | None]:
+    """Whether a folder holds this run, finished; and why it is refused."""
+    try:
+        return _holds(output, job.identity) and _is_product_whole(output, job), None
+    except LongRopeError as error:
+        return False, error
+
+
+def _holds(output: Path, identity: dict[str, Any]) -> bool:
+    """Whether this run has begun in a folder."""
     if not output.exists():
-        return False, None
+        return False
     if not output.is_dir():
-        return False, f"{output} is a file, a folder is needed"
+        raise LongRopeError(f"{output} is a file, a folder is needed", hint="name a folder, new or empty")
     try:
         before = json.loads((output / SETTINGS).read_text(encoding="utf-8"))["identity"]
+        if not isinstance(before, dict):
+            raise TypeError(f"identity is {before!r}")
     except FileNotFoundError:
         # A kill at the very start may leave a file that was to become run.json.
-        foreign = [path for path in output.iterdir() if not path.name.startswith(f".{SETTINGS}.")]
-        return False, f"{output} is neither empty nor a run" if foreign else None
+        if any(not path.name.startswith(f".{SETTINGS}.") for path in output.iterdir()):
+            raise LongRopeError(f"{output} is neither empty nor a run", hint="name a folder, new or empty") from None
+        return False
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return False, f"{output / SETTINGS} cannot be read ({error})"
+        raise LongRopeError(
+            f"{output / SETTINGS} cannot be read ({error})",
+            hint="use another folder, or copy that file back; what is beside it was not touched",
+        ) from error
+    _check_kinds(output)
     now = json.loads(json.dumps(identity))  # tuples have become lists in the file, too
     differences = [
         f"{name}: {before.get(name)} there, {now.get(name)} asked for"
         for name in {**now, **before}
         if now.get(name) != before.get(name)
     ]
-    if differences:
-        return False, all_problems(f"{output} holds another run", differences)
-    return (output / PRODUCT).is_dir(), None
+    if not differences:
+        return True
+    if not (output / PRODUCT).exists() and not list((output / CHECKPOINTS).glob("step-*")):
+        say(f"{output}: a run with other options began there and saved nothing; this one takes its place")
+        return False
+    raise LongRopeError(
+        all_problems(f"{output} holds another run", differences),
+        hint="use the same options to go on with it, or another folder",
+    )
+
+
+def _check_kinds(output: Path) -> None:
+    """Refuse a file where a folder is needed, and the other way round."""
+    folders = [output / name for name in (PRODUCT, CHECKPOINTS) if (output / name).exists()]
+    problems = [f"{path} is a file, a folder is needed" for path in folders if not path.is_dir()]
+    if (output / LOG).is_dir():
+        problems.append(f"{output / LOG} is a folder, a file is needed")
+    if problems:
+        raise LongRopeError(all_problems(str(output), problems), hint="move it away, and run the same command again")
+
+
+def _is_product_whole(output: Path, job: Job) -> bool:
+    """Whether the trained model is there as asked for; if not, the last checkpoint must be, to write it from."""
+    product, steps = output / PRODUCT, job.config.train.steps
+    if not product.exists():
+        return False
+    problem = product_problem(product, dtype=job.config.save_dtype)
+    if problem is None:
+        return True
+    if not (output / CHECKPOINTS / step_name(steps)).is_dir():
+        raise LongRopeError(
+            f"{product} is not what was asked for ({problem}), and the checkpoint of step {steps}, from which it could "
+            "be written again, is gone",
+            hint="leave --save-dtype as it was (`longrope2 export --dtype` converts), or move the model away to train "
+            "again",
+        )
+    say(f"{product}: {problem}; it is written again from the last checkpoint")
+    return False
 
 
 def _quiet(*_: Any) -> None:

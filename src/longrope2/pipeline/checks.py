@@ -1,0 +1,200 @@
+"""Everything that a recipe says, checked before the first step starts: by building what the stages will build."""
+
+import shutil
+import tempfile
+from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from longrope2.books import read_books
+from longrope2.data.buckets import PlanConfig
+from longrope2.data.plan_command import read_config
+from longrope2.data.planning import check_sources
+from longrope2.data.recall import RecallConfig
+from longrope2.data.sources import Source, read_documents
+from longrope2.errors import LongRopeError, all_problems, require
+from longrope2.evaluation.ruler.prompt import chat_frame
+from longrope2.evaluation.run import SUITES, EvaluationConfig, lengths_for
+from longrope2.export.config import profiled, with_forced_temperature
+from longrope2.export.engines import ENGINES
+from longrope2.export.gguf import ARCHITECTURES, check_architecture
+from longrope2.export.weights import SourceModel
+from longrope2.files import write_text
+from longrope2.methods import rescale
+from longrope2.models import load_tokenizer, rescale_model
+from longrope2.pipeline.recipe import ExportOptions, VerifyOptions
+from longrope2.pipeline.steps import RECALL, Setting, mix_text, planned_rows, search_config
+from longrope2.search.space import default_attention_factor
+from longrope2.training.job import resolve
+from longrope2.training.shape import shape_of, skeleton
+
+
+def check_recipe(setting: Setting, stages: Container[str]) -> None:
+    """Refuse a recipe that one of these stages would refuse later; all problems in one message."""
+    recipe, info = setting.recipe, setting.info
+    rescale("none", info.rope, recipe.target_length)  # all else goes by the target length
+    problems = [
+        problem
+        for method in recipe.methods
+        for problem in _complaints(rescale_model, info, method, recipe.target_length, extend_again=recipe.extend_again)
+    ]
+    for stage, check in CHECKS.items():
+        if stage in stages:
+            problems += [f"{stage}: {problem}" for problem in check(setting)]
+    if problems:
+        raise LongRopeError(
+            all_problems("this extension cannot start", problems), hint="mend the recipe; --dry-run checks it, too"
+        )
+
+
+def _complaints(build: Callable[..., Any], *arguments: Any, **options: Any) -> list[str]:
+    """What building something complains of, with its hint unless that speaks of the command line."""
+    try:
+        build(*arguments, **options)
+    except LongRopeError as error:
+        message = error.message.replace("\n  - ", "; ")
+        return [f"{message} ({error.hint})" if error.hint and "--" not in error.hint else message]
+    return []
+
+
+def _search(setting: Setting) -> Iterator[str]:
+    config = search_config(setting.recipe)
+    yield from config.problems()
+    yield from _complaints(read_books, config.books)
+    processes = setting.recipe.search.get("tensor_parallel", 1)
+    if processes < 1:
+        yield f"tensor_parallel must be at least 1, got {processes}"
+
+
+def _data(setting: Setting) -> Iterator[str]:
+    recipe = setting.recipe
+    if not recipe.source:
+        yield (
+            "no source of documents to train on (name them in a recipe, --config FILE, [[source]], "
+            "or leave training out: --stages search,evaluate,…)"
+        )
+    if any(source["path"] == RECALL for source in recipe.source) != (recipe.recall is not None):
+        yield 'the table [recall] and a source with path = "recall" go together, and one of them is missing'
+    if recipe.recall is not None:
+        yield from _complaints(RecallConfig, **recipe.recall)
+        yield from _complaints(read_books, recipe.recall.get("books"))
+    if {"rows", "tokens"} <= recipe.plan.keys():
+        yield "both tokens and rows are given"
+    with tempfile.TemporaryDirectory() as folder:
+        mix = Path(folder) / "mix.toml"
+        write_text(mix, mix_text(recipe, recall=Path(RECALL)))
+        plan, sources, buckets = read_config(mix)
+    plan.pop("tokens", None)
+    lengths = {"target_length": recipe.target_length, "original_length": setting.info.rope.original_length}
+    try:
+        config = PlanConfig(**{**plan, **lengths, "rows": planned_rows(recipe), "buckets": buckets})
+    except LongRopeError as error:
+        yield error.message.replace("\n  - ", "; ")
+    else:
+        if sources:
+            yield from _complaints(check_sources, sources, config)
+    yield from _missing_sources(sources)
+
+
+def _missing_sources(sources: list[Source]) -> Iterator[str]:
+    for source in sources:
+        if source.path == RECALL:
+            continue  # made when its time comes
+        path = Path(source.path).expanduser()
+        if "/" in source.path and not path.exists() and path.parent.is_dir():
+            # It could name a dataset, too, but not where its folder is.
+            yield f"source {source.label!r}: no such file or folder"
+        else:
+            yield from (f"source {source.label!r}: {text}" for text in _complaints(read_documents, source))
+
+
+def _train(setting: Setting) -> Iterator[str]:
+    recipe, info = setting.recipe, setting.info
+    # How many rows there will be is checked with the data; here it decides no more than the number of steps.
+    config = resolve(None, groups=1, **recipe.train)
+    yield from config.problems()
+    bones = skeleton(info)
+    model = bones.config.get_text_config()
+    if (config.lora or 0) > model.hidden_size:
+        yield f"lora must be a rank of at most {model.hidden_size:,}, the model's width, got {config.lora:,}"
+    if config.lora:
+        yield from _complaints(require, "peft", extra="train", purpose="LoRA")
+    yield from _complaints(shape_of, bones, info, freeze=config.freeze)
+    size, heads = config.sequence_parallel, model.num_attention_heads
+    if size < 1:
+        yield f"sequence_parallel must be at least 1, got {size}"
+    elif recipe.target_length % size or heads % size:
+        yield f"{recipe.target_length:,} tokens and {heads} heads cannot be shared evenly by {size} (sequence_parallel)"
+    if config.evaluate_every:
+        yield from _complaints(read_books, config.books)
+
+
+def _evaluate(setting: Setting) -> Iterator[str]:
+    if not setting.recipe.evaluate:
+        return
+    tokenizer = load_tokenizer(setting.info)
+    for number, table in enumerate(setting.recipe.evaluate, 1):
+        for problem in _complaints(_check_suites, table, setting.recipe.target_length, tokenizer):
+            yield f"table {number}: {problem}"
+
+
+def _check_suites(table: Mapping[str, Any], window: int, tokenizer: Any) -> None:
+    """As `longrope2 evaluate` begins; every method but the base, which is asked beyond its window, has this one."""
+    config = EvaluationConfig(**table)
+    lengths_for(config, window, tokenizer)
+    if config.chat:
+        chat_frame(tokenizer)
+    for suite in config.suites:
+        find_files = SUITES[suite].find_files
+        if find_files is not None:
+            find_files(config.data_path, config.tasks_of(suite))
+
+
+def _export(setting: Setting) -> Iterator[str]:
+    recipe, info = setting.recipe, setting.info
+    options, config = ExportOptions(**recipe.export), search_config(recipe)
+    temperature = config.attention_factor or default_attention_factor(config.method, info.rope, recipe.target_length)
+    if temperature <= 0:
+        return  # told of the search
+    base = rescale_model(info, "none", recipe.target_length, extend_again=recipe.extend_again)
+    factors = profiled(replace(base, long_attention_factor=temperature), options.profile)
+    if options.fold_temperature:
+        if config.space == "wide" and options.profile == "dual":
+            yield "fold_temperature needs one attention factor, and space wide searches one for long sequences alone"
+        else:
+            yield from _complaints(with_forced_temperature, factors)
+    if options.dtype == "q8_0" and "huggingface" in options.formats:
+        yield "dtype q8_0 is a format of GGUF, and formats has huggingface, too"
+    if "gguf" in options.formats:
+        yield from _complaints(require, "gguf", extra="export", purpose="writing a GGUF file")
+        on_disk = Path(info.location).exists()
+        if on_disk or info.reading.family not in ARCHITECTURES:  # weights are not downloaded to be looked at
+            yield from _complaints(check_architecture, SourceModel(info), factors)
+
+
+def _verify(setting: Setting) -> Iterator[str]:
+    formats = ExportOptions(**setting.recipe.export).formats
+    for text in VerifyOptions(**setting.recipe.verify).engines:
+        name, _, python = text.partition("=")
+        engine = ENGINES.get(name)
+        if engine is None:
+            yield f"engine {name!r} is not known (choose from {', '.join(ENGINES)})"
+        elif engine.format not in formats:
+            yield f"{name} runs the format {engine.format}, and [export] formats has {', '.join(formats)}"
+        elif python and shutil.which(python) is None:
+            yield f"{name}={python}: no such program"
+        elif not python and not any(find_spec(package) for package in engine.packages):
+            commands = " or ".join(engine.packages.values())
+            yield f"{name} is not installed here ({commands}, or {name}=PYTHON of another place)"
+
+
+CHECKS: Mapping[str, Callable[[Setting], Iterator[str]]] = {
+    "search": _search,
+    "data": _data,
+    "train": _train,
+    "evaluate": _evaluate,
+    "export": _export,
+    "verify": _verify,
+}

@@ -1,0 +1,111 @@
+"""What a later stage would refuse is refused before the first one starts, and by --dry-run alike."""
+
+import shutil
+
+import pytest
+from pipeline_samples import write_recipe
+
+from longrope2.cli import cli
+from longrope2.errors import LongRopeError
+from longrope2.models import ASSETS
+from longrope2.pipeline.run import Job
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    return write_recipe(tmp_path_factory.mktemp("checks"))
+
+
+def job(recipe, folder, *stages):
+    return Job(None, folder, target_length=None, config=recipe, stages=stages, cache=folder)
+
+
+TRAIN, NIAH, RECALL = "[train]\n", 'suites = ["niah"]\n', 'buckets = ["recall"]'
+WRONG = {
+    "[recall]": ("[recal]", "unknown key 'recal'"),
+    'path = "recall"': ('path = "texts"\nname = "b"', "go together"),
+    "population = 2": ("population = 0", "search: population must be at least 1"),
+    "[search]\n": ('[search]\nbooks = "nosuch"\n', "search: 'nosuch' is neither a file"),
+    "target_length = 512": ("target_length = 200", "not above the trained window"),
+    'methods = ["yarn"]': ('methods = ["yarn", "yarn"]', "method 'yarn' is named twice"),
+    "lengths = [512]\ndocuments": ("lengths = [8]\ndocuments", "data: recall documents: lengths must be at least 64"),
+    "lengths = [512]\nsamples": ("lengths = [1024]\nsamples", "evaluate: table 1: length 1,024 is beyond"),
+    "lengths = [512]\nsamples = 1\n": ("lengths = [64]\nchat = true\n", "evaluate: table 1:"),
+    "rows = 6": ('tokens = "600"\nrows = 6', "data: both tokens and rows"),
+    "repeat = true": ("seed = -1", "data: plan: seed must not be negative"),
+    'path = "texts"': ('path = "nosuch"', "data: source 'nosuch': 'nosuch' is neither"),
+    RECALL: ('buckets = ["recal"]', "no bucket is called 'recal'"),
+    "up_to = 511": ("up_to = 200", "must end above its start"),
+    NIAH: ("", "evaluate 1: suites is missing"),
+    TRAIN + "batch_rows = 2": (TRAIN + "batch_rows = 0", "train: batch_rows must be at least 1"),
+}
+
+
+@pytest.mark.parametrize("before", WRONG)
+def test_a_bad_recipe_is_refused_before_anything_is_done(recipe, tmp_path, before):
+    after, message = WRONG[before]
+    text = recipe.read_text()
+    assert before in text
+    bad = recipe.with_name("bad.toml")
+    bad.write_text(text.replace(before, after, 1))
+    with pytest.raises(LongRopeError) as caught:
+        job(bad, tmp_path / "run")
+    assert message in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_all_problems_of_all_stages_are_in_one_message(recipe, tmp_path):
+    (tmp_path / "texts").mkdir()
+    text = (
+        recipe.read_text() + '[export]\nformats = ["gguf"]\n[verify]\nengines = ["nope", "vllm", "llama.cpp=nosuch"]\n'
+    )
+    text = text.replace(NIAH, 'suites = ["nihah"]\n').replace('"texts"\n', f'"{tmp_path}/texts/nosuch"\n')
+    text = text.replace(TRAIN, TRAIN + 'lora = -1\nfreeze = ["nosuch*"]\nsequence_parallel = 7\n')
+    (tmp_path / "bad.toml").write_text(text)
+    arguments = ["extend", "--config", str(tmp_path / "bad.toml"), "-o", str(tmp_path / "run"), "--dry-run"]
+    with pytest.raises(LongRopeError) as caught:
+        cli.main(arguments, standalone_mode=False)
+    lines = str(caught.value).splitlines()
+    for expected in (
+        "data: source", "train: lora must be a rank", "train: --freeze 'nosuch*' names no parameter",
+        "train: 512 tokens and", "evaluate: table 1: suite 'nihah' is not known (did you mean 'niah'?",
+        "verify: engine 'nope' is not known", "verify: vllm runs the format huggingface",
+        "verify: llama.cpp=nosuch: no such program",
+    ):  # fmt: skip
+        assert sum(expected in line for line in lines) == 1, expected
+    job(tmp_path / "bad.toml", tmp_path / "run", "search")  # the rest is not asked for
+
+
+@pytest.mark.parametrize(
+    ("search", "export", "message"),
+    [
+        ("", 'dtype = "q8_0"', "dtype q8_0 is a format of GGUF"),
+        ("", 'dtype = "int4"', "export: dtype must not be 'int4'"),
+        ("attention_factor = 1.2", "fold_temperature = true", "differ, and weights can hold only one"),
+        ('space = "wide"', "fold_temperature = true", "space wide searches one for long sequences alone"),
+        ("attention_factor = 1.2", 'fold_temperature = true\nprofile = "static-long"', None),
+    ],
+)
+def test_exports_that_cannot_be_made(recipe, tmp_path, search, export, message):
+    text = recipe.read_text().replace("[search]\n", f"[search]\n{search}\n") + f"[export]\n{export}\n"
+    (tmp_path / "r.toml").write_text(text)
+    if message is None:
+        job(tmp_path / "r.toml", tmp_path / "run", "search", "export")
+        return
+    with pytest.raises(LongRopeError) as caught:
+        job(tmp_path / "r.toml", tmp_path / "run", "search", "export")
+    assert message in str(caught.value)
+
+
+def test_documents_are_needed_for_training_only(tmp_path):
+    options = {"target_length": 512, "config": None, "cache": tmp_path}
+    source = str(tmp_path / "model")
+    shutil.copytree(ASSETS / "tiny", source)
+    with pytest.raises(LongRopeError, match="no source of documents"):
+        Job(source, tmp_path / "run", stages=(), **options)
+    assert [step.name for step in Job(source, tmp_path / "run", stages=("search", "report"), **options).steps] == [
+        "search",
+        "report",
+    ]
+    with pytest.raises(LongRopeError, match="stage 'serach' is not known"):
+        Job(source, tmp_path / "run", stages=("serach",), **options)
