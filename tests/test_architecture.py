@@ -11,9 +11,9 @@ PACKAGE = Path(longrope2.__file__).parent
 
 # A module may import only those listed before it. docs/architecture.md says what each one is for.
 ORDER = [
-    "errors", "files", "memory", "journal", "console", "distributed", "rope", "factors", "figures", "methods",
+    "errors", "shapes", "files", "memory", "journal", "console", "distributed", "rope", "factors", "figures", "methods",
     "families", "gguf_model", "models", "rotary", "generation", "kernels", "attention", "books", "needles",
-    "perplexity", "calibration", "search", "data", "training", "evaluation", "export", "shapes", "ledger", "report",
+    "perplexity", "calibration", "search", "data", "training", "evaluation", "export", "ledger", "report",
     "watching", "pipeline", "api", "inspection", "cli",
 ]  # fmt: skip
 

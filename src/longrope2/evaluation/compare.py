@@ -8,14 +8,17 @@ from typing import Any
 
 from longrope2.console import say, show_json, show_table, warn
 from longrope2.errors import DataError, LongRopeError, MissingExtraError
-from longrope2.evaluation.results import AVERAGE
+from longrope2.evaluation.results import AVERAGE, SCORE, grid_misfit
 from longrope2.evaluation.suites import chosen
 from longrope2.evaluation.table import CAPTION, HEADS, TITLES, Score, Table, cell, suites_of
 from longrope2.figures import draw_by_length, draw_heatmaps, length_label
 from longrope2.files import write_json, write_text
+from longrope2.shapes import misfit
 
 BY_LENGTH = ("ruler", "niah", "passkey", "perplexity")
 RESULTS = "results.json"
+RUN = {"name": str, "model": str, "factors": dict | None, "notes": [str], "scores": [SCORE], "grids": dict}
+"""What is read of it."""
 
 
 def compare(folders: Sequence[Path], *, base: str | None = None) -> dict[str, Any]:
@@ -80,7 +83,7 @@ def _read(folder: Path) -> dict[str, Any]:
         raise DataError(
             f"{path}: cannot be read ({error.strerror})", hint="give the folder of a finished `longrope2 evaluate`"
         ) from error
-    except (ValueError, KeyError, TypeError) as error:
+    except ValueError as error:
         raise DataError(f"{path}: not the results of an evaluation", hint="evaluate again into that folder") from error
     if unknown:
         warn(f"{path}: left out, since this release has no such suite: {', '.join(unknown)}")
@@ -88,27 +91,22 @@ def _read(folder: Path) -> dict[str, Any]:
 
 
 def _check(result: Any) -> list[str]:
-    """Raise KeyError, TypeError or ValueError for what is no result of an evaluation; names the unknown suites."""
-    for key, kind in (("name", str), ("model", str), ("notes", list), ("scores", list), ("grids", dict)):
-        _require(isinstance(result[key], kind))
-    _require(isinstance(result["factors"], dict | None))
-    _require(all(isinstance(note, str) for note in result["notes"]))
-    for score in result["scores"]:
-        _require(all(isinstance(score[key], str) for key in ("suite", "task", "metric")))
-        _require(isinstance(score["samples"], int))
-        _require(isinstance(score["length"], int) or (score["length"] is None and score["suite"] not in BY_LENGTH))
-        _require(score["score"] is not None or score["metric"] == "perplexity")  # which may overflow
-        _require(all(isinstance(score[key], int | float | None) for key in ("score", "low", "high")))
-    for grid in result["grids"].values():
-        _require([len(row) for row in grid["cells"]] == [len(grid["lengths"])] * len(grid["depths"]))
-        _require(all(isinstance(place, int | float) for place in (*grid["lengths"], *grid["depths"])))
-        _require(all(isinstance(cell["score"], int | float) for row in grid["cells"] for cell in row))
+    """Raise ValueError for what is no result of an evaluation; names the unknown suites."""
+    problems = [misfit(result, RUN)]
+    if problems == [None]:
+        problems += [grid_misfit(grid) for grid in result["grids"].values()]
+        problems += [_gap(score) for score in result["scores"]]
+    if found := next(filter(None, problems), None):
+        raise ValueError(found)
     return sorted({score["suite"] for score in result["scores"]} - set(TITLES))
 
 
-def _require(holds: bool) -> None:
-    if not holds:
-        raise ValueError
+def _gap(score: Score) -> str | None:
+    """A value that only some suites may leave out."""
+    if score["length"] is None and score["suite"] in BY_LENGTH:
+        return "a length is missing"
+    overflows = score["metric"] == "perplexity"
+    return "a score is missing" if score["score"] is None and not overflows else None
 
 
 def _names(runs: Sequence[dict[str, Any]]) -> list[str]:

@@ -10,8 +10,16 @@ from longrope2.evaluation.engine import Engine
 from longrope2.evaluation.samples import Sample
 from longrope2.evaluation.statistics import mean_of_means, student, wilson
 from longrope2.perplexity import Score, total
+from longrope2.shapes import misfit
 
 AVERAGE = "average"
+SCORE = {
+    "suite": str, "task": str, "length": int | None, "metric": str, "score": float | None, "samples": int,
+    "low": float | None, "high": float | None,
+}  # fmt: skip
+"""The shape of a number in results.json: see `Measured`."""
+GRID = {"lengths": [int], "depths": [float], "cells": [[{"score": float, "samples": int}]]}
+"""The shape of a grid there: a row of cells for each depth, a cell for each length."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +52,14 @@ class Outcome:
     """What a reader of the numbers must know."""
     grid: dict[str, Any] | None = None
     """Scores by length and depth, for the heatmap."""
+
+
+def grid_misfit(grid: Any) -> str | None:
+    """What is wrong with a grid that was read from a file; None if nothing is."""
+    if problem := misfit(grid, GRID):
+        return problem
+    whole = [len(row) for row in grid["cells"]] == [len(grid["lengths"])] * len(grid["depths"])
+    return None if whole else "cells are not as many as lengths and depths"
 
 
 def accuracy(scores: Sequence[float], *, suite: str, task: str, length: int | None, metric: str) -> Measured:

@@ -125,6 +125,17 @@ def lengths_for(config: EvaluationConfig, window: int, tokenizer: Any = None) ->
     return tuple(lengths)
 
 
+def check_suites(config: EvaluationConfig, window: int, tokenizer: Any) -> None:
+    """Refuse lengths, files and chat templates that the suites cannot run with."""
+    lengths_for(config, window, tokenizer)
+    if config.chat:
+        chat_frame(tokenizer)
+    for suite in config.suites:
+        find_files = SUITES[suite].find_files
+        if find_files is not None:
+            find_files(config.data_path, config.tasks_of(suite))
+
+
 def evaluate(
     backend: Backend, config: EvaluationConfig, output: Path, here: World, *, header: dict[str, Any], cache: Path
 ) -> dict[str, Outcome]:
@@ -225,19 +236,11 @@ def _check(
     backend_name: str,
 ) -> None:
     """Refuse what cannot be run, before a large model is loaded for nothing."""
-    lengths_for(config, window)
-    for suite in config.suites:
-        find_files = SUITES[suite].find_files
-        if find_files is not None:
-            find_files(config.data_path, config.tasks_of(suite))
     if switch_length is not None and backend_name == "torch":
         if factors is None and not carries_factors(info):
             raise LongRopeError("--switch-length needs a model with two sides", hint="give --factors FILE")
         generation.check_switch_length(switch_length, window)
-    tokenizer = models.load_tokenizer(info)
-    if config.chat:
-        chat_frame(tokenizer)
-    lengths_for(config, window, tokenizer)
+    check_suites(config, window, models.load_tokenizer(info))
 
 
 @contextmanager

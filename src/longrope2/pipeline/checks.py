@@ -15,8 +15,7 @@ from longrope2.data.planning import check_sources
 from longrope2.data.recall import RecallConfig
 from longrope2.data.sources import Source, read_documents
 from longrope2.errors import LongRopeError, all_problems, require
-from longrope2.evaluation.ruler.prompt import chat_frame
-from longrope2.evaluation.run import SUITES, EvaluationConfig, lengths_for
+from longrope2.evaluation.run import EvaluationConfig, check_suites
 from longrope2.export.config import profiled, with_forced_temperature
 from longrope2.export.engines import ENGINES
 from longrope2.export.gguf import ARCHITECTURES, check_architecture
@@ -136,20 +135,13 @@ def _evaluate(setting: Setting) -> Iterator[str]:
         return
     tokenizer = load_tokenizer(setting.info)
     for number, table in enumerate(setting.recipe.evaluate, 1):
-        for problem in _complaints(_check_suites, table, setting.recipe.target_length, tokenizer):
+        for problem in _complaints(_check_table, table, setting.recipe.target_length, tokenizer):
             yield f"table {number}: {problem}"
 
 
-def _check_suites(table: Mapping[str, Any], window: int, tokenizer: Any) -> None:
+def _check_table(table: Mapping[str, Any], window: int, tokenizer: Any) -> None:
     """As `longrope2 evaluate` begins; every method but the base, which is asked beyond its window, has this one."""
-    config = EvaluationConfig(**table)
-    lengths_for(config, window, tokenizer)
-    if config.chat:
-        chat_frame(tokenizer)
-    for suite in config.suites:
-        find_files = SUITES[suite].find_files
-        if find_files is not None:
-            find_files(config.data_path, config.tasks_of(suite))
+    check_suites(EvaluationConfig(**table), window, tokenizer)
 
 
 def _export(setting: Setting) -> Iterator[str]:

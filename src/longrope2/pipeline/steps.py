@@ -321,13 +321,14 @@ def _report(setting: Setting) -> None:
     write_report(setting.folder)
 
 
-def plan_is_usable(setting: Setting) -> bool:
-    """Whether the tokenised sources of the plan are still in the cache, and whole."""
+def plan_is_usable(setting: Setting, *, whole: bool) -> bool:
+    """Whether the tokenised sources of the plan are still in the cache; `whole` also reads every byte of them."""
     from longrope2.data.corpus import open_corpus
 
     try:
         keys = read_plan(setting.folder / ledger.PLAN).corpus_keys
-        return all(open_corpus(key, setting.cache).is_whole() for key in keys)
+        corpora = [open_corpus(key, setting.cache) for key in keys]
+        return not whole or all(corpus.is_whole() for corpus in corpora)
     except LongRopeError:
         return False
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from longrope2 import ledger
 from longrope2.errors import FactorsError, LongRopeError
+from longrope2.evaluation.results import SCORE, grid_misfit
 from longrope2.factors import RescaleFactors
 from longrope2.methods import rescale
 from longrope2.shapes import misfit
@@ -28,12 +29,7 @@ SEARCH = {
 PLAN = {"rows": int, "config": {"seed": int}, "report": dict}
 STEP = {"loss": float, "tokens": int}
 TRAINING = {**RUN_ON, "config": {"train": dict}}
-SCORE = {
-    "suite": str, "task": str, "length": int | None, "score": float | None, "low": float | None, "high": float | None,
-    "samples": int | None,
-}  # fmt: skip
 RESULT = {**RUN_ON, "scores": [SCORE], "grids": dict, "seconds": float, "config": dict, "notes": list}
-GRID = {"lengths": [int], "depths": [float], "cells": [[{"score": float, "samples": int}]]}
 VERIFIED = {...: [{"engine": str, "mode": str, "max_error": float | None, "verdict": str, "note": str}]}
 """What the page relies on in each file."""
 
@@ -139,7 +135,7 @@ def _evaluations(
                 result = _json(path, RESULT)
                 if result is None:
                     continue
-                if "niah" in result["grids"] and (problem := misfit(result["grids"]["niah"], GRID)):
+                if "niah" in result["grids"] and (problem := grid_misfit(result["grids"]["niah"])):
                     raise LongRopeError(f"{path}: damaged (grids.niah: {problem})", hint=AGAIN)
                 scores.setdefault(method, []).extend(result["scores"])
                 grids |= {method: result["grids"]["niah"]} if "niah" in result["grids"] else {}
