@@ -8,7 +8,7 @@ import torch
 from conftest import ORIGINAL_LENGTH, family_model
 from longrope2.errors import LongRopeError
 from longrope2.evaluation.backend import Prompt, Span, TorchBackend
-from longrope2.evaluation.decoding import RowsCache
+from longrope2.evaluation.decoding import RowsCache, last_token_attention
 from longrope2.generation import switching
 from longrope2.kernels import reference_attention
 from longrope2.rotary import rescaled
@@ -128,30 +128,46 @@ def test_the_cache_takes_no_more_room_than_its_rows_need():
     assert cache.get_seq_length() == 0
     cache.filling = None
     cache.grow()
-    assert cache.visible(torch.device("cpu")).tolist() == [[False] * 4 + [True] * 4, [True] * 8]
+    assert cache.visible(torch.device("cpu")).tolist() == [[False] * 4, [True] * 4]
     assert RowsCache([5, 5], steps=1).visible(torch.device("cpu")) is None
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 5}, {"softcap": 3.0}, {"sinks": 4}, {"window": 3, "softcap": 2.0}])
 @pytest.mark.parametrize("padded", [False, True])
-def test_attention_of_the_last_token(options, padded):
+@pytest.mark.parametrize("dim", [8, 12])  # torch's kernel takes multiples of 8
+def test_attention_of_the_last_token(options, padded, dim):
     """Against the reference, row by row without its padding."""
-    from longrope2.evaluation.decoding import last_token_attention
-
     generator = torch.Generator().manual_seed(0)
     query, key, value = (
-        torch.randn(2, heads, size, 8, generator=generator) for heads, size in ((4, 1), (2, 9), (2, 9))
+        torch.randn(2, heads, size, dim, generator=generator) for heads, size in ((4, 1), (2, 9), (2, 9))
     )
     starts = [0, 4] if padded else [0, 0]
     if "sinks" in options:
         options = {**options, "sinks": torch.randn(4, generator=generator)}
-    visible = torch.arange(9) >= torch.tensor(starts)[:, None] if padded else None
+    visible = torch.arange(4) >= torch.tensor(starts)[:, None] if padded else None
     found = last_token_attention(query, key, value, visible, scale=0.3, **options)
     for row, start in enumerate(starts):
         alone = reference_attention(
             query[row : row + 1], key[row : row + 1, :, start:], value[row : row + 1, :, start:], scale=0.3, **options
         )
         assert torch.allclose(found[row], alone[0], atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ragged", [0, 300])
+def test_attention_of_the_last_token_in_half_precision(ragged):
+    """The kernel for long rows, whose sums are split among many blocks."""
+    shapes = ((9, 1), (3, 20_001), (3, 20_001))
+    query, key, value = (torch.randn(4, heads, size, 64, device="cuda").bfloat16() for heads, size in shapes)
+    starts = torch.linspace(0, ragged, 4, dtype=torch.long).tolist()
+    visible = torch.arange(ragged, device="cuda") >= torch.tensor(starts, device="cuda")[:, None] if ragged else None
+    found = last_token_attention(query, key, value, visible, scale=0.3)
+    for row, start in enumerate(starts):
+        one = slice(row, row + 1)
+        alone = reference_attention(
+            query[one].float(), key[one, :, start:].float(), value[one, :, start:].float(), scale=0.3
+        )
+        assert (found[row].float() - alone[0]).norm() < 1e-2 * alone.norm()
 
 
 # Scores

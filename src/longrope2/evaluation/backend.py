@@ -21,7 +21,7 @@ from longrope2.perplexity import LOGIT_ROWS, Score, head_logits, total
 CACHE_SHARE = 0.5
 CPU_BATCH_TOKENS = 1 << 15
 # Enough to hide the cost of starting kernels for a small model, few enough to leave work for every process.
-BATCH_ROWS = 64
+BATCH_ROWS = 128
 
 
 @dataclass(frozen=True, kw_only=True)

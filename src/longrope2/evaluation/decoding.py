@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from longrope2.attention import causal_attention
-from longrope2.kernels import TORCH_KERNEL
 
 NAME = "longrope2_rows"
 
@@ -30,7 +29,7 @@ class RowsCache:
         self._starts = [self._columns - length for length in lengths]
         self._capacity = self._columns + steps
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
-        self._first: Tensor | None = None
+        self._visible: Tensor | None = None
         self.filling: int | None = None
         """The row whose prompt is being run; None while all rows are decoded."""
 
@@ -61,12 +60,13 @@ class RowsCache:
         self._columns += 1
 
     def visible(self, device: torch.device) -> Tensor | None:
-        """[B, S]: the columns that belong to each row; None if all do."""
+        """[B, C]: which of the first C columns belong to each row, and all the others to all; None if C is 0."""
         if not any(self._starts):
             return None
-        if self._first is None:
-            self._first = torch.tensor(self._starts, device=device)[:, None]
-        return torch.arange(self._columns, device=device) >= self._first
+        if self._visible is None:
+            starts = torch.tensor(self._starts, device=device)[:, None]
+            self._visible = torch.arange(max(self._starts), device=device) >= starts
+        return self._visible
 
 
 def last_token_attention(
@@ -80,27 +80,48 @@ def last_token_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of one new token per row over its row: [B,H,1,D] × [B,K,S,D] → [B,H,1,D]."""
+    """Attention of one new token per row over its row: [B,H,1,D] × [B,K,S,D] → [B,H,1,D].
+
+    `visible` [B, C] hides columns among the first C; those after them are seen by every row.
+    """
     batch, num_heads, _, dim = query.shape
     if window is not None and window < key.shape[2]:
+        visible = None if visible is None else visible[:, key.shape[2] - window :]
         key, value = key[:, :, -window:], value[:, :, -window:]
-        visible = None if visible is None else visible[:, -window:]
     # The heads that share a key are as many queries of one head: nothing is repeated, and all see the same columns.
     grouped = query.reshape(batch, key.shape[1], -1, dim)
-    mask = None if visible is None else visible[:, None, None]
-    if softcap is None and sinks is None:
-        output = TORCH_KERNEL(grouped, key, value, scale, attn_mask=mask)
-    else:
-        scores = grouped.float() @ key.float().transpose(-1, -2) * scale
-        if softcap is not None:
-            scores = torch.tanh(scores / softcap) * softcap
-        if mask is not None:
-            scores = scores.masked_fill(~mask, -torch.inf)
-        if sinks is not None:
-            sink = sinks.float().reshape(1, key.shape[1], -1, 1).expand(*scores.shape[:3], 1)
-            scores = torch.cat((scores, sink), -1)
-        output = (scores.softmax(-1)[..., : key.shape[2]] @ value.float()).to(query.dtype)
-    return output.reshape(batch, num_heads, 1, -1)
+    # Kernels that read long rows at full speed take no mask. So the ragged beginning is attended to apart.
+    ragged = 0 if visible is None else visible.shape[1]
+    output, lse = _attend(grouped, key[:, :, ragged:], value[:, :, ragged:], scale, softcap)
+    parts = [lse]
+    if visible is not None:
+        scores = _scores(grouped, key[:, :, :ragged], scale, softcap).masked_fill(~visible[:, None, None], -torch.inf)
+        parts.append(scores.logsumexp(-1))
+    if sinks is not None:
+        parts.append(sinks.float().reshape(1, key.shape[1], -1).expand_as(lse))
+    if len(parts) > 1:
+        total = torch.stack(parts).logsumexp(0)
+        output = output.float() * (lse - total).exp()[..., None]
+        if visible is not None:
+            output = output + (scores - total[..., None]).exp() @ value[:, :, :ragged].float()
+    return output.to(query.dtype).reshape(batch, num_heads, 1, -1)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
+    """Attention without a mask, and the logarithm of what its weights were divided by: [B,K,Q]."""
+    flash = softcap is None and query.shape[3] == value.shape[3] and query.shape[3] % 8 == 0
+    if flash and query.is_cuda and query.dtype.itemsize == 2 and query.shape[3] <= 256:
+        return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, scale=scale)[:2]
+    if flash and query.device.type == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, scale=scale)[:2]
+    scores = _scores(query, key, scale, softcap)
+    lse = scores.logsumexp(-1)
+    return (scores - lse[..., None]).exp() @ value.float(), lse
+
+
+def _scores(query: Tensor, key: Tensor, scale: float, softcap: float | None) -> Tensor:
+    scores = query.float() @ key.float().transpose(-1, -2) * scale
+    return scores if softcap is None else torch.tanh(scores / softcap) * softcap
 
 
 @dataclass(frozen=True)
