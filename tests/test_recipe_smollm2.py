@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from longrope2.books import read_books
 from longrope2.data.plan_command import read_config
 from longrope2.evaluation.run import EvaluationConfig
 from longrope2.search.run import SearchConfig
@@ -28,15 +29,32 @@ def test_every_row_asks_for_evaluations_that_exist(recipe):
             assert all(length <= row.length for length in config.lengths)
 
 
-def test_every_length_has_a_mix_with_enough_rows(recipe):
+def test_every_row_has_a_mix_of_its_length_with_enough_rows(recipe):
     for row in recipe.ROWS.values():
         if row.make is None:
             continue
-        settings, sources, buckets = read_config(RECIPE / f"mix-{row.length // 1024}k.toml")
+        settings, sources, buckets = read_config(RECIPE / f"{row.mix}.toml")
         assert settings["target_length"] == buckets[-1].up_to == row.length
-        assert len(sources) == 1
+        assert {source.path for source in sources} <= {"books", *recipe.RECALL}
         tokens_a_step = recipe.BATCH_ROWS * 32 * 1024
         assert settings["rows"] * row.length >= row.steps * tokens_a_step
+
+
+def test_sources_of_a_mix_are_made_and_put_in_place(recipe, tmp_path, monkeypatch):
+    """With documents of a size that fits the tiny model's books."""
+    books = tmp_path / "data" / "books" / "train"
+    books.mkdir(parents=True)
+    (books / "a.txt").write_text(next(iter(read_books())).text, encoding="utf-8")
+    monkeypatch.setattr(recipe, "RECALL", dict.fromkeys(recipe.RECALL, (512, 3)))
+    planned = []
+    monkeypatch.setattr(recipe, "run_plan", lambda model, path, *, config, cache: planned.append(config))
+    bench = recipe.Bench(model="tiny", data=tmp_path / "data", output=tmp_path / "out")
+    bench.__dict__["base"] = "tiny"
+    (tmp_path / "out").mkdir()
+    bench.plan("mix-32k")
+    _, sources, _ = read_config(planned[0])
+    assert [source.path for source in sources] == [str(books), *(f"{tmp_path}/out/recall-{n}k.jsonl" for n in (8, 32))]
+    assert len((tmp_path / "out" / "recall-32k.jsonl").read_text().splitlines()) == 3
 
 
 def test_searches_are_ones_that_can_be_made(recipe, monkeypatch):
@@ -44,7 +62,7 @@ def test_searches_are_ones_that_can_be_made(recipe, monkeypatch):
     monkeypatch.setattr(recipe, "search_factors", lambda model, length, folder, **options: made.append(options))
     bench = recipe.Bench(model="m", data=Path("d"), output=Path("o"))
     bench.__dict__["base"] = "m"
-    for name in ("longrope", "paper", "wide", "plain", "all"):
+    for name in ("longrope", "paper", "wide", "plain", "all", "wide-depths"):
         recipe.ROWS[name].make(bench, 32 * 1024, Path("f"))
     for options in made:
         kept = {name: value for name, value in options.items() if name != "iterations"}

@@ -9,6 +9,7 @@ Each finished row leaves its scores, cost and factors in OUTPUT/<row>.json.
 
 import argparse
 import json
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,14 +21,20 @@ import torch
 
 from longrope2 import RescaleFactors, evaluate, rescale, search_factors, train
 from longrope2.data.plan_command import run_plan
+from longrope2.data.recall import RecallConfig, write_recall
 from longrope2.files import write_json
-from longrope2.models import load
+from longrope2.models import describe, load, load_tokenizer
 from longrope2.training.progress import LOG, read_log
 
 HERE = Path(__file__).parent
 K = 1024
 BATCH_ROWS = 4  # 131k tokens a step at 32k
 LEARNING_RATE = 3e-4
+RECALL = {  # by the name that the mixes have for it: tokens of a document, documents
+    "recall-8k": (8 * K, 128),
+    "recall-32k": (32 * K, 128),
+    "recall-64k": (64 * K, 32),
+}
 SEARCH = {"iterations": 12, "documents": 10, "held_out": 10, "compiled": True}
 
 Make = Callable[["Bench", int, Path], RescaleFactors]
@@ -38,7 +45,7 @@ def closed(method: str, **options: Any) -> Make:
 
     def make(bench: "Bench", length: int, folder: Path) -> RescaleFactors:
         if method.endswith("-rcd"):
-            found = bench.factors("paper" if length == 32 * K else "paper-64k").critical_dimension
+            found = bench.factors("paper").critical_dimension
             return rescale(bench.base, method, length, critical_dimension=found, **options)
         return rescale(bench.base, method, length, **options)
 
@@ -55,11 +62,11 @@ def searched(**options: Any) -> Make:
     return make
 
 
-def without_temperature(row: str) -> Make:
-    """The factors of another row, attention untouched."""
+def same_as(row: str, **changes: Any) -> Make:
+    """The factors of another row, but for these changes."""
 
     def make(bench: "Bench", length: int, folder: Path) -> RescaleFactors:
-        return replace(bench.factors(row), long_attention_factor=1.0)
+        return replace(bench.factors(row), **changes)
 
     return make
 
@@ -74,6 +81,8 @@ class Row:
     """None: the model as it is."""
     window: str = "mixed"
     length: int = 32 * K
+    mix: str = "mix-32k"
+    """The file that says what it is trained on."""
     steps: int = 80
     learning_rate: float = LEARNING_RATE
     evaluations: tuple[str, ...] = ("needles", "perplexity")
@@ -81,9 +90,12 @@ class Row:
 
 ALL = ("needles", "perplexity", "ruler", "hellaswag", "truthfulqa", "mmlu")
 MAIN = {"table": "main-32k", "steps": 153, "evaluations": ALL}
-ABLATION = {"table": "ablations-32k"}
-TUNING = {"table": "tuning", "make": closed("yarn"), "window": "single", "steps": 40}
+BOOKS = {"table": "books-32k", "mix": "books-32k", "steps": 153, "evaluations": ALL}
+ABLATION = {"table": "ablations-32k", "mix": "books-32k"}
+TUNING = {"table": "tuning", "mix": "books-32k", "make": closed("yarn"), "window": "single", "steps": 40}
+LONGEST = {"table": "main-64k", "mix": "mix-64k", "length": 64 * K}
 SINGLE = {"window": "single"}
+DEPTHS = (0.0, 0.5, 0.2, 0.7, 0.4, 0.1, 0.6, 0.3, 0.8, 0.9)
 ROWS: dict[str, Row] = {
     "base": Row(title="original", table="main-32k", make=None, length=8 * K, steps=0, evaluations=ALL),
     "yarn": Row(title="YaRN", make=closed("yarn"), **SINGLE, **MAIN),
@@ -91,15 +103,18 @@ ROWS: dict[str, Row] = {
     "longrope": Row(title="LongRoPE", make=searched(method="longrope", objective="plain"), **SINGLE, **MAIN),
     "paper": Row(title="LongRoPE2 (paper)", make=searched(), **MAIN),
     "wide": Row(title="LongRoPE2 (wide)", make=searched(space="wide"), **MAIN),
+    "yarn-books": Row(title="YaRN", make=closed("yarn"), **SINGLE, **BOOKS),
+    "wide-books": Row(title="LongRoPE2 (wide)", make=same_as("wide"), **BOOKS),
     "yarn-rcd": Row(title="YaRN-rcd", make=closed("yarn-rcd"), **SINGLE, **ABLATION),
     "ntk-rcd": Row(title="NTK-rcd", make=closed("ntk-rcd"), **SINGLE, **ABLATION),
     "plain": Row(title="plain perplexity as objective", make=searched(objective="plain"), **ABLATION),
     "all": Row(title="all dimensions searched", make=searched(dimensions="all"), **ABLATION),
-    "wide-single": Row(title="no mixed windows", make=lambda bench, *_: bench.factors("wide"), **SINGLE, **ABLATION),
-    "wide-cold": Row(title="temperature 1", make=without_temperature("wide"), **ABLATION),
-    "wide-10m": Row(title="LongRoPE2 (wide)", make=lambda bench, *_: bench.factors("wide"), **ABLATION),
-    "yarn-64k": Row(title="YaRN", table="main-64k", make=closed("yarn"), length=64 * K, window="single"),
-    "wide-64k": Row(title="LongRoPE2 (wide)", table="main-64k", make=searched(space="wide"), length=64 * K),
+    "wide-depths": Row(title="needles at ten depths", make=searched(space="wide", depth=DEPTHS), **ABLATION),
+    "wide-single": Row(title="no mixed windows", make=same_as("wide"), **SINGLE, **ABLATION),
+    "wide-cold": Row(title="temperature 1", make=same_as("wide", long_attention_factor=1.0), **ABLATION),
+    "wide-10m": Row(title="LongRoPE2 (wide)", make=same_as("wide"), **ABLATION),
+    "yarn-64k": Row(title="YaRN", make=closed("yarn"), **SINGLE, **LONGEST),
+    "wide-64k": Row(title="LongRoPE2 (wide)", make=searched(space="wide"), **LONGEST),
     "tune-1e-4": Row(title="1e-4", learning_rate=1e-4, **TUNING),
     "tune-3e-4": Row(title="3e-4", learning_rate=3e-4, **TUNING),
     "tune-1e-3": Row(title="1e-3", learning_rate=1e-3, **TUNING),
@@ -151,14 +166,27 @@ class Bench:
             factors.save(path)
         return RescaleFactors.load(path)
 
-    def plan(self, length: int) -> Path:
-        """The rows that every method of a length is trained on."""
-        path = self.output / f"plan-{length // K}k.jsonl"
+    def source(self, name: str) -> Path:
+        """What a mix calls by this name; documents with questions are made if they are not there."""
+        books = self.data / "books" / "train"
+        if name == "books":
+            return books
+        path = self.output / f"{name}.jsonl"
         if not path.exists():
-            mix = (HERE / f"mix-{length // K}k.toml").read_text(encoding="utf-8")
-            config = self.output / f"mix-{length // K}k.toml"
+            length, documents = RECALL[name]
+            config = RecallConfig(lengths=(length,), documents=documents, needles=64, books=str(books))
+            write_recall(load_tokenizer(describe(self.base)), config, path)
+        return path
+
+    def plan(self, mix: str) -> Path:
+        """The rows that every method of a table is trained on."""
+        path = self.output / f"plan-{mix}.jsonl"
+        if not path.exists():
+            text = (HERE / f"{mix}.toml").read_text(encoding="utf-8")
+            config = self.output / f"{mix}.toml"
             config.parent.mkdir(parents=True, exist_ok=True)
-            config.write_text(mix.replace('"books"', json.dumps(str(self.data / "books" / "train"))), encoding="utf-8")
+            named = re.compile('path = "(.+?)"')
+            config.write_text(named.sub(lambda found: f'path = "{self.source(found[1])}"', text), encoding="utf-8")
             run_plan(self.base, path, config=config, cache=self.output / "tokens")
         return path
 
@@ -171,7 +199,7 @@ class Bench:
         product = train(
             self.base,
             factors,
-            self.plan(row.length),
+            self.plan(row.mix),
             self.output / name / "train",
             cache=self.output / "tokens",
             steps=row.steps,
@@ -208,6 +236,7 @@ class Bench:
             "table": row.table,
             "model": results[0]["model"],
             "window": row.window,
+            "mix": row.mix if row.steps else None,
             "target_length": row.length,
             "learning_rate": row.learning_rate,
             "factors": self.factors(name).to_json() if row.make else None,

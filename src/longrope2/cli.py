@@ -179,7 +179,14 @@ def factors(
 @click.option("--books", metavar="SOURCE", help="Folder, file or hub dataset; default: the package's books.")
 @click.option("--documents", default=10, show_default=True, help="Needle documents, a book each.")
 @click.option("--held-out", default=0, show_default=True, help="Other documents to score the result on.")
-@click.option("--depth", default=0.0, show_default=True, help="Where the needle stands: 0 start, 1 end.")
+@click.option(
+    "--depth",
+    type=FLOATS,
+    metavar="LIST",
+    default="0",
+    show_default=True,
+    help="Where the needle stands: 0 start, 1 end; of several, a document each, in turn.",
+)
 @click.option("--objective", type=click.Choice(["needle", "plain"]), help="Score the answer, or every token.")
 @click.option(
     "--space",

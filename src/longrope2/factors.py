@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -76,6 +76,10 @@ class RescaleFactors:
         """The rescaled frequencies θ̂_i = θ_i/λ_i in float64 (Eq. 8)."""
         factors = self.long if long else self.short
         return tuple(frequency / factor for frequency, factor in zip(self.spec.frequencies, factors, strict=True))
+
+    def long_everywhere(self) -> "RescaleFactors":
+        """One RoPE for every sequence, the long one: nothing is left to switch."""
+        return replace(self, short=self.long, short_attention_factor=self.long_attention_factor)
 
     def check_fits(self, spec: RopeSpec, model: str = "the model") -> None:
         """Raise FactorsError unless these factors were made for this RoPE."""

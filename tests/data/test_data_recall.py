@@ -9,13 +9,13 @@ from longrope2.books import Book, read_books
 from longrope2.cli import cli
 from longrope2.data.corpus import tokenise
 from longrope2.data.marks import document_marks
-from longrope2.data.recall import ATTEMPTS, RecallConfig, recall_documents, write_recall
+from longrope2.data.recall import ATTEMPTS, TEMPLATES, RecallConfig, recall_documents, write_recall
 from longrope2.data.sources import Source
 from longrope2.errors import DataError
 from longrope2.models import describe, load_tokenizer
-from longrope2.needles import key_value
+from longrope2.needles import PAPER_TEMPLATE, key_value
 
-ANSWER = re.compile(r"([a-z]+-[a-z]+)(?: mentioned in the provided text)? is (\d{7})$")
+ANSWER = re.compile(r"([a-z]+-[a-z]+) is (\d{7})$")
 
 
 @pytest.fixture(scope="module")
@@ -46,15 +46,24 @@ def test_every_question_is_answered_once_in_the_text(tokenizer, books):
         assert len(answers) == len(questions)
         body = text[: text.index(questions[0])]
         for key, value in answers.items():
-            assert len(re.findall(rf"{key} is:? {value}\.", body)) == 1
+            assert len(re.findall(rf"{key} is {value}\.", body)) == 1
             assert text.count(value) == 2
         assert text.endswith(questions[-1])
+
+
+def test_the_wording_that_needles_are_measured_with_is_never_trained_on():
+    """Or a test for needles would measure how well a sentence was learned."""
+    measured = PAPER_TEMPLATE
+    for template in TEMPLATES:
+        assert template.needle != measured.needle
+        assert template.question != measured.question
+        assert template.answer_prefix != measured.answer_prefix
 
 
 def test_needles_stand_at_all_depths(tokenizer, books):
     places = []
     for _, text in recall_documents(tokenizer, books, RecallConfig(lengths=(1024,), documents=20, needles=4)):
-        places += [match.start() / len(text) for match in re.finditer(r"[a-z]+-[a-z]+ is:? \d{7}\.", text)]
+        places += [match.start() / len(text) for match in re.finditer(r"[a-z]+-[a-z]+ is \d{7}\.", text)]
     assert min(places) < 0.15
     assert max(places) > 0.6
     assert 0.25 < sum(places) / len(places) < 0.55  # questions take the end

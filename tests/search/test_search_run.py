@@ -154,9 +154,9 @@ def needles(tiny):
     return make_needles(tiny.tokenizer, books, length=TARGET, count=DOCUMENTS, seed=0)
 
 
-def small_config(books, population=2):
+def small_config(books, population=2, **options):
     evolution = EvolutionConfig(population=population, iterations=0)
-    return SearchConfig(target_length=320, documents=1, books=books, evolution=evolution)
+    return SearchConfig(**{"target_length": 320, "documents": 1, "books": books, "evolution": evolution, **options})
 
 
 def perplexity_by_full_logits(model, documents) -> float:
@@ -381,6 +381,21 @@ def test_every_kind_of_search_runs_to_its_end(options, method, tiny, books, tmp_
         assert summary["documents"] == hashlib.sha256(content.encode()).hexdigest()[:16]
     if "exact" in options:
         assert factors.long_attention_factor == 1.1
+
+
+def test_needles_at_several_depths_are_taken_in_turn(tiny, books, tmp_path):
+    """And the journal of such a search is found again."""
+    config = small_config(books, depth=(0.0, 0.5), documents=2)
+    search(tiny, config, tmp_path, ALONE)
+    made = make_needles(tiny.tokenizer, read_books(books), length=config.target_length, count=2, seed=0, depth=(0, 0.5))
+    content = json.dumps([document.token_ids for document in made])
+    assert result(tmp_path)["documents"] == hashlib.sha256(content.encode()).hexdigest()[:16]
+    search(tiny, config, tmp_path, ALONE)
+    assert result(tmp_path)["resumed_evaluations"] > 0
+
+
+def test_one_depth_in_a_list_is_that_depth(books):
+    assert small_config(books, depth=[0.5]) == small_config(books, depth=0.5)
 
 
 def test_without_a_folder_nothing_is_written(tiny, books, tmp_path, monkeypatch):

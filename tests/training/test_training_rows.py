@@ -1,4 +1,4 @@
-"""Rows of a plan as batches: mixed and single window, full and document masks."""
+"""Rows of a plan as batches, with full and document masks."""
 
 from itertools import pairwise
 
@@ -44,14 +44,6 @@ def test_a_second_epoch_has_the_same_rows_in_another_order(planned):
     epochs = [[tuple(rows(n).tokens[0].tolist()) for n in range(e * count, (e + 1) * count)] for e in range(8)]
     assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs)
     assert any(epoch != epochs[0] for epoch in epochs)
-
-
-def test_a_single_window_rescales_short_rows_and_keeps_their_documents_apart(planned):
-    for (kind, ours), (_, mixed) in zip(batches(planned, window="single"), batches(planned), strict=True):
-        assert ours.long_rows.tolist() == [True]
-        assert mixed.long_rows.tolist() == [kind == "long"]
-        assert ours.boundaries == mixed.boundaries
-        assert torch.equal(ours.positions, mixed.positions)
 
 
 def test_document_masks_part_the_documents_of_long_rows(planned):

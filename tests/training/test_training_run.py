@@ -19,6 +19,7 @@ from longrope2.data.plan_command import run_plan
 from longrope2.errors import LongRopeError
 from longrope2.factors import RescaleFactors
 from longrope2.models import describe, rescale_model
+from longrope2.rotary import rescaled
 from longrope2.training.loop import StepResult, TrainConfig
 from longrope2.training.progress import Log, Reporter, read_log
 from longrope2.training.record import show_record
@@ -73,6 +74,26 @@ def test_the_folder_is_a_plain_model_with_the_weights_of_memory(sample, finished
     assert RescaleFactors.load(folder / "factors.json") == RescaleFactors.load(sample.folder / "factors.json")
     assert AutoTokenizer.from_pretrained(folder).model_max_length == TARGET
     assert not [path for path in output.iterdir() if path.name.startswith(".")]
+
+
+def test_a_single_window_leaves_a_model_that_is_run_as_it_was_trained(sample, tmp_path):
+    """The rescaled RoPE in every row, and so in every sequence: no original window is left to switch at."""
+    found = RescaleFactors.load(sample.folder / "factors.json")
+    folder = sample.run(tmp_path / "single", steps=1, window="single")
+    kept = RescaleFactors.load(folder / "factors.json")
+    assert kept.long == kept.short == found.long != found.short
+    assert kept.short_attention_factor == kept.long_attention_factor == found.long_attention_factor
+    ours = longrope2.load(folder, dtype=torch.float32, device="cpu")
+    theirs = family_model("llama", vocab_size=4096, max_position_embeddings=WINDOW)
+    theirs.load_state_dict(ours.state_dict())
+    for length in (WINDOW // 2, TARGET):
+        with torch.no_grad(), rescaled(theirs, found, long_rows=True):
+            expected = theirs(tokens(length), use_cache=False).logits
+        torch.testing.assert_close(ours(tokens(length)).logits, expected, rtol=1e-4, atol=1e-4)
+    # Trained so, too: the first step's short rows have another loss than with the original RoPE.
+    mixed = sample.run(tmp_path / "mixed", steps=1)
+    first, other = (read_log(path.parent / "log.jsonl")[0]["loss_short"] for path in (folder, mixed))
+    assert abs(first - other) > 1e-5
 
 
 def test_the_record_says_what_was_done(sample, finished):

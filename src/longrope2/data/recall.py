@@ -19,13 +19,18 @@ from longrope2.console import ProgressLine
 from longrope2.data.marks import document_marks, plain_encoder
 from longrope2.errors import DataError, all_problems, below_minimum
 from longrope2.files import atomic_path
-from longrope2.needles import PAPER_TEMPLATE, NeedleTemplate, key_value
+from longrope2.needles import NeedleTemplate, key_value
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TEMPLATES = (
-    PAPER_TEMPLATE,
+    NeedleTemplate(
+        instruction="A text follows, and after it questions about a list that is spread over the text.",
+        needle="On the list, {key} is {value}.",
+        question="What is {key} on the list?",
+        answer_prefix="On the list, {key} is",
+    ),
     NeedleTemplate(
         instruction="",
         needle="The number of {key} is {value}.",
@@ -39,7 +44,8 @@ TEMPLATES = (
         answer_prefix="The code of {key} is",
     ),
 )
-"""The paper's wording and others, so that the number is learned to be found, not one sentence."""
+"""Several, so that the number is learned to be found, not one sentence; and not the paper's, which needles are measured
+with: a model that finds those has learned to find what it is asked for."""
 SHARE = 4
 """Needles and questions take at most one token in so many; a short document has fewer of them."""
 ATTEMPTS = 50

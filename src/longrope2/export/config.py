@@ -19,15 +19,12 @@ REPLACED = {"rope_parameters", "rope_scaling", "original_max_position_embeddings
 
 def profiled(factors: RescaleFactors, profile: Profile) -> RescaleFactors:
     """The factors a profile exports: both sides, or the long one in every sequence."""
-    if profile == "dual":
-        return factors
-    return _changed(factors, short=factors.long, short_attention_factor=factors.long_attention_factor)
+    return factors if profile == "dual" else factors.long_everywhere()
 
 
 def profile_of(factors: RescaleFactors) -> Profile:
     """Which profile exported factors belong to."""
-    same = factors.short == factors.long and factors.short_attention_factor == factors.long_attention_factor
-    return "static-long" if same else "dual"
+    return "static-long" if factors == factors.long_everywhere() else "dual"
 
 
 def with_provenance(factors: RescaleFactors, export: Mapping[str, Any]) -> RescaleFactors:

@@ -46,8 +46,8 @@ class SearchConfig:
     """Other documents, on which the winner and every closed form are scored at the end."""
     books: str | None = None
     """Where books come from; None means the package's held-out ones."""
-    depth: float = 0.0
-    """Where the needle stands: 0 is the start, as in the paper."""
+    depth: float | tuple[float, ...] = 0.0
+    """Where the needle stands: 0 is the start, as in the paper. Several are taken in turn, document by document."""
     objective: Objective = "needle"
     space: Literal["paper", "wide"] = "paper"
     dimensions: Literal["critical", "all"] = "critical"
@@ -62,11 +62,16 @@ class SearchConfig:
     """Fuse what stands between matrix products: for long searches on a GPU."""
     evolution: EvolutionConfig = field(default_factory=EvolutionConfig)
 
+    def __post_init__(self) -> None:
+        """One depth is one depth, however it was given: a journal is known by its settings."""
+        if not isinstance(self.depth, int | float):
+            object.__setattr__(self, "depth", self.depth[0] if len(self.depth) == 1 else tuple(self.depth))
+
     def problems(self) -> list[str]:
         """What is wrong with it, in words."""
         found = self.evolution.problems() + below_minimum(self, documents=1, held_out=0)
-        if not 0 <= self.depth <= 1:
-            found.append(f"depth must lie between 0 and 1, got {self.depth}")
+        depths = [self.depth] if isinstance(self.depth, int | float) else self.depth
+        found += [f"depth must lie between 0 and 1, got {depth}" for depth in depths if not 0 <= depth <= 1]
         if not 0 < self.mutation_probability <= 1:
             found.append(f"mutation_probability must lie in (0, 1], got {self.mutation_probability}")
         if self.grid <= 0:

@@ -20,7 +20,7 @@ from longrope2.models import ModelInfo, load_tokenizer, weights_fingerprint
 from longrope2.needles import NeedleDocument
 from longrope2.training.loop import TrainConfig
 from longrope2.training.retrieval import needle_documents
-from longrope2.training.rows import LongRowMask, Window
+from longrope2.training.rows import LongRowMask
 from longrope2.training.shape import Shape, shape_of, skeleton
 
 SaveDtype = Literal["bfloat16", "float16", "float32"]
@@ -39,8 +39,8 @@ class RunConfig:
     """Everything that decides a run, besides model, factors and plan; saved with it."""
 
     train: TrainConfig
-    window: Window = "mixed"
-    """single: short rows are trained with the rescaled RoPE, too (the paper's ablation)."""
+    window: Literal["mixed", "single"] = "mixed"
+    """single: short rows, too, are trained with the rescaled RoPE, which the model then has at every length."""
     long_row_mask: LongRowMask = "full"
     """document: documents of long rows are kept apart, as the released code does."""
     lora: int | None = None
@@ -118,7 +118,10 @@ def prepare(
         raise LongRopeError(all_problems("this run cannot start", problems), hint="`longrope2 train --help`")
     if config.lora:
         require("peft", extra="train", purpose="LoRA")
-    if here.is_main:
+    if config.window == "single":
+        # What the model learns is what it must be run with, within the original window too.
+        factors = factors.long_everywhere()
+    elif here.is_main:
         _warn_of_other_short_side(info, factors)
     corpora = [open_corpus(key, cache) for key in plan.corpus_keys]
     if damage := here.gather_all(_damage(plan, corpora) if here.is_main else None)[0]:

@@ -14,7 +14,6 @@ from longrope2.data.loader import Row, RowLoader, rows_of_step
 from longrope2.data.plan import Plan
 from longrope2.training.mixed import Batch
 
-Window = Literal["mixed", "single"]
 LongRowMask = Literal["full", "document"]
 NAMED_DOCUMENTS = 4
 
@@ -28,13 +27,11 @@ class PlanRows:
         corpora: Sequence[Corpus],
         *,
         seed: int,
-        window: Window = "mixed",
         long_row_mask: LongRowMask = "full",
     ) -> None:
         self._loader = RowLoader(plan, corpora)
         self._corpora = corpora
         self._seed = seed
-        self._window = window
         self._long_row_mask = long_row_mask
 
     def __call__(self, number: int) -> Batch:
@@ -46,7 +43,7 @@ class PlanRows:
             tokens=torch.from_numpy(row.token_ids)[None],
             positions=torch.from_numpy(row.position_ids)[None],
             labels=torch.from_numpy(row.labels())[None],
-            long_rows=torch.tensor([row.kind == "long" or self._window == "single"]),
+            long_rows=torch.tensor([row.kind == "long"]),
             boundaries=[row.cu_seqlens.tolist()],
         )
 

@@ -99,9 +99,7 @@ def train_job(job: Job, output: Path, here: World, *, wandb: str | None = None) 
 
 def _train_and_write(job: Job, output: Path, here: World, reporter: Reporter | None) -> None:
     config = job.config
-    rows = PlanRows(
-        job.plan, job.corpora, seed=config.train.seed, window=config.window, long_row_mask=config.long_row_mask
-    )
+    rows = PlanRows(job.plan, job.corpora, seed=config.train.seed, long_row_mask=config.long_row_mask)
     hooks: dict[str, Any] = {}
     if reporter is not None:
         hooks = {"started": reporter.started, "report": reporter.step}
