@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 TEMPLATES = (
     NeedleTemplate(
-        instruction="A text follows, and after it questions about a list that is spread over the text.",
-        needle="On the list, {key} is {value}.",
-        question="What is {key} on the list?",
-        answer_prefix="On the list, {key} is",
+        instruction="",
+        needle="{key} is {value}.",
+        question="What is {key}?",
+        answer_prefix="{key} is",
     ),
     NeedleTemplate(
         instruction="",
