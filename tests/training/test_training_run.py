@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -280,6 +281,14 @@ def test_refused_before_weights_are_read(sample, tmp_path, monkeypatch, options,
     with pytest.raises(LongRopeError, match=message):
         sample.run(tmp_path / "run", **options)
     assert not (tmp_path / "run").exists()
+
+
+def test_factors_that_were_made_for_another_model_are_told_of(sample, tmp_path, capsys):
+    factors = RescaleFactors.load(sample.folder / "factors.json")
+    provenance = {"model": "owner/other", "revision": "sha256:0123"}
+    replace(factors, provenance=provenance).save(tmp_path / "other.json")
+    sample.run(tmp_path / "run", factors=tmp_path / "other.json", steps=1)
+    assert "warning: these factors were made for owner/other" in capsys.readouterr().err
 
 
 def test_parts_that_do_not_belong_together_are_refused(sample, tmp_path, monkeypatch):

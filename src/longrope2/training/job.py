@@ -16,7 +16,7 @@ from longrope2.distributed import World
 from longrope2.errors import DataError, LongRopeError, all_problems, require
 from longrope2.factors import RescaleFactors
 from longrope2.files import package_versions
-from longrope2.models import ModelInfo, load_tokenizer, weights_fingerprint
+from longrope2.models import ModelInfo, check_factors, load_tokenizer, weights_fingerprint
 from longrope2.needles import NeedleDocument
 from longrope2.training.loop import TrainConfig
 from longrope2.training.retrieval import needle_documents
@@ -104,7 +104,7 @@ def prepare(
     **options: Any,
 ) -> Job:
     """Refuse what cannot be trained before any weight is loaded."""
-    factors.check_fits(info.rope, info.name)
+    check_factors(factors, info)
     config = resolve(len(plan), groups=here.size, **options)
     bones = skeleton(info)
     tokenizer = load_tokenizer(info)
