@@ -1,10 +1,10 @@
 """Where the critical dimension of a model really lies: needle perplexity over d_rcd and the factor beyond it, and what
 the search of the paper's space finds with several seeds.
 
-    python recipes/hypothesis.py skewed uniform short --target-length 2048 --temperature 1.21 -o results/tiny
+    python recipes/hypothesis.py skewed uniform short --target-length 512 --ratios 1,1.5,2,3,4,6,8 -o results/tiny
     python recipes/hypothesis.py SmolLM2.gguf --target-length 32768 --books BOOKS -o results/smollm2
 
-Models are folders, files or `tiny`; each leaves OUTPUT/hypothesis-NAME.json, and is skipped when that is there.
+Models are folders, files or `tiny`; each leaves OUTPUT/hypothesis-NAME-LENGTH.json, and is skipped when that is there.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from longrope2.memory import keep_freed_memory
 from longrope2.models import LoadedModel, describe, load
 from longrope2.needles import make_needles
 from longrope2.perplexity import scoring
+from longrope2.search.run import search_result
 
 SEED = 7  # of the documents, which are the same for every model with the same tokenizer
 
@@ -58,17 +59,29 @@ def searches(model: str, name: str, options: argparse.Namespace) -> list[dict[st
     """What the search finds, seed by seed."""
     found = []
     for seed in range(options.seeds):
+        folder = options.output / "searches" / f"{name}-{options.target_length}-{seed}"
         factors = search_factors(
             model,
             options.target_length,
-            options.output / "searches" / f"{name}-{seed}",
+            folder,
             books=options.books,
             documents=options.documents,
             iterations=options.iterations,
             attention_factor=options.temperature,
+            upper=max(2.0, *options.ratios),
+            held_out=options.documents,
             seed=seed,
         )
-        found.append({"seed": seed, "critical_dimension": factors.critical_dimension, "factors": list(factors.long)})
+        result = search_result(folder)
+        found.append(
+            {
+                "seed": seed,
+                "critical_dimension": factors.critical_dimension,
+                "factors": list(factors.long),
+                "perplexity": result["perplexity"],
+                "held_out_perplexity": result["held_out_perplexity"],
+            }
+        )
     return found
 
 
@@ -87,17 +100,18 @@ def main() -> None:
     keep_freed_memory()
     for model in options.models:
         info = describe(model)
-        path = options.output / f"hypothesis-{info.name}.json"
+        name = Path(info.name).name
+        path = options.output / f"hypothesis-{name}-{options.target_length}.json"
         if path.exists():
             continue
         content = {
-            "model": info.name,
+            "model": name,
             "target_length": options.target_length,
             "temperature": options.temperature,
             "theory": info.rope.critical_dimension,
             "ten_periods": info.rope.ten_period_dimension,
             "landscape": landscape(load(info), options),
-            "searches": searches(model, info.name, options),
+            "searches": searches(model, name, options),
             "versions": package_versions("torch", "transformers"),
         }
         write_json(path, content)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,28 @@ def test_the_result_is_json_and_speaks_of_it(result):
     assert f"recommended switch length: {result['switch_length']:,}" in conclusion(result)
 
 
+def test_an_interrupted_calibration_goes_on_to_the_same_result(result, tiny, factors, tmp_path, monkeypatch, capsys):
+    score, scored = calibration._score, []
+
+    def counted(*arguments):
+        if len(scored) == 5:
+            raise KeyboardInterrupt
+        scored.append(arguments)
+        return score(*arguments)
+
+    monkeypatch.setattr(calibration, "_score", counted)
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(tiny, factors, CONFIG, tmp_path)
+    with (tmp_path / "scores.jsonl").open("a") as file:
+        file.write('{"type": "score", "key": "288/lo')  # what a kill leaves of a line
+    monkeypatch.setattr(calibration, "_score", lambda *arguments: scored.append(arguments) or score(*arguments))
+    assert calibrate(tiny, factors, CONFIG, tmp_path) == result
+    assert len(scored) == 3 * 2 * 2
+    assert "resuming: 5 scores found" in capsys.readouterr().err
+    with pytest.raises(LongRopeError, match="config.documents: 2 on disk, 3 now"):
+        calibrate(tiny, factors, replace(CONFIG, documents=3), tmp_path)
+
+
 class TestTheRule:
     def test_the_window_stands_where_nothing_speaks_against_it(self):
         found = recommend({64: (0.0, 0.1), 128: (-0.1, 0.1), 256: (0.1, 0.1), 512: (0.0, 0.1)}, 256)
@@ -116,6 +139,8 @@ class TestTheCommand:
         assert (tmp_path / "out" / "calibration.png").read_bytes().startswith(b"\x89PNG")
         assert f"recommended switch length: {result['switch_length']}" in capsys.readouterr().out
         assert load_switching(folder, device="cpu").longrope2.switch_length == result["switch_length"]
+
+        assert not (tmp_path / "out" / "scores.jsonl").exists()
 
         monkeypatch.setattr(calibration, "calibrate", lambda *_: {**result, "switch_length": 192})
         run_calibrate(str(folder), **self.options(store=True, as_json=True))

@@ -17,7 +17,8 @@ from longrope2.factors import RescaleFactors
 from longrope2.figures import draw_calibration
 from longrope2.files import check_writable, package_versions, write_json
 from longrope2.generation.saved import carries_factors, read_factors, store_switch_length
-from longrope2.models import LoadedModel, check_factors, describe, load, load_tokenizer
+from longrope2.journal import JournalFile
+from longrope2.models import LoadedModel, check_factors, describe, load, load_tokenizer, weights_fingerprint
 from longrope2.needles import NeedleDocument, check_length, make_needles
 from longrope2.perplexity import Score, Scorer, scoring
 
@@ -26,7 +27,7 @@ FRACTIONS = (0.25, 0.5, 0.75, 0.875, 1.0, 1.25, 1.5, 2.0)
 CONFIDENCE, TOLERANCE = 2.0, 0.01
 """Results count as the same within so many standard errors and nats per token: a model that is sure of its answers
 has errors so small that the former alone would tell 0.00002 from 0.00004."""
-RESULT = "calibration.json"
+RESULT, SCORES = "calibration.json", "scores.jsonl"
 RETRIEVES = 0.5
 """The share of exact answers, at the depth where it is least, from which on a RoPE retrieves."""
 
@@ -104,9 +105,21 @@ def recommend(gains: Mapping[int, tuple[float, float]], original_length: int) ->
     return Recommendation(switch_length=nearest, lowest=min(as_good), highest=max(as_good))
 
 
-def calibrate(loaded: LoadedModel, factors: RescaleFactors, config: CalibrationConfig) -> dict[str, Any]:
-    """Measure, and recommend a switch length; all of it as JSON values."""
+def calibrate(
+    loaded: LoadedModel, factors: RescaleFactors, config: CalibrationConfig, output: Path | None = None
+) -> dict[str, Any]:
+    """Measure, and recommend a switch length; all of it as JSON values.
+
+    What is scored goes into the folder `output` at once, and is taken from there by a run that goes on.
+    """
     config.check(factors.target_length, loaded.tokenizer)
+    subject = {
+        "model": loaded.info.name,
+        "revision": loaded.info.revision,
+        "config": asdict(config),
+        "factors": factors.to_json(),
+        "dtype": str(loaded.model.dtype).removeprefix("torch."),
+    }
     lengths = config.all_lengths(factors)
     # The longest first: whatever else is wrong shows there, before short lengths are passed over as too short.
     found = {length: _documents(loaded, config, length, factors.original_length) for length in reversed(lengths)}
@@ -114,36 +127,60 @@ def calibrate(loaded: LoadedModel, factors: RescaleFactors, config: CalibrationC
     sides = one_sided(factors)
     progress = ProgressLine(sum(map(len, by_length.values())) * len(sides), "calibrate")
     done, points = 0, []
-    with scoring(loaded.model, factors) as scorer:
-        for length, documents in by_length.items():
-            scores: dict[str, list[Score]] = {}
-            for side, side_factors in sides.items():
-                scores[side] = []
-                for document in documents:
-                    scores[side].append(_score(scorer, side_factors, document))
-                    done += 1
-                    progress.update(done, f"{length:,} tokens")
-            points.append(_point(length, config.depths, scores))
+    journal = _Journal(output, {**subject, "weights": weights_fingerprint(loaded.info)})
+    try:
+        with scoring(loaded.model, factors) as scorer:
+            for length, documents in by_length.items():
+                scores: dict[str, list[Score]] = {}
+                for side, side_factors in sides.items():
+                    scores[side] = []
+                    for number, document in enumerate(documents):
+                        key = f"{length}/{side}/{number}"
+                        if key not in journal.scores:
+                            journal.keep(key, _score(scorer, side_factors, document))
+                        scores[side].append(journal.scores[key])
+                        done += 1
+                        progress.update(done, f"{length:,} tokens")
+                points.append(_point(length, config.depths, scores))
+    finally:
+        journal.close()
     return {
-        "model": loaded.info.name,
-        "revision": loaded.info.revision,
         "method": factors.method,
         "original_length": factors.original_length,
         "target_length": factors.target_length,
         **_conclusions(points, factors.original_length),
         "points": points,
-        "config": asdict(config),
-        "factors": factors.to_json(),
-        "dtype": str(loaded.model.dtype).removeprefix("torch."),
+        **subject,
         "versions": package_versions("torch", "transformers"),
     }
+
+
+class _Journal:
+    """Scores as they come; without a folder nothing is kept."""
+
+    def __init__(self, output: Path | None, header: dict[str, Any]) -> None:
+        self.scores: dict[str, Score] = {}
+        path = output and output / SCORES
+        self._file = JournalFile(path, header, job="calibration", verb="calibrate", take=self._take)
+        if self.scores:
+            say(f"resuming: {len(self.scores):,} scores found in {output}")
+
+    def keep(self, key: str, score: Score) -> None:
+        self.scores[key] = score
+        self._file.append({"type": "score", "key": key, **asdict(score)})
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _take(self, entry: dict[str, Any]) -> None:
+        self.scores[str(entry["key"])] = Score(float(entry["nll"]), int(entry["num_tokens"]), bool(entry["exact"]))
 
 
 def one_sided(factors: RescaleFactors) -> dict[str, RescaleFactors]:
     """The same factors with one side at every length: the original RoPE, or the long one."""
     return {
         "original": replace(factors, long=factors.short, long_attention_factor=factors.short_attention_factor),
-        "long": replace(factors, short=factors.long, short_attention_factor=factors.long_attention_factor),
+        "long": factors.long_everywhere(),
     }
 
 
@@ -175,7 +212,7 @@ def run_calibrate(
         check_writable(output / RESULT)
     loaded = load(info)
     try:
-        result = calibrate(loaded, factors or read_factors(loaded.model.config), config)
+        result = calibrate(loaded, factors or read_factors(loaded.model.config), config, output)
     except torch.OutOfMemoryError as error:
         raise LongRopeError(
             f"out of memory ({loaded.model.dtype} on {loaded.model.device})", hint="name shorter --lengths"
@@ -187,6 +224,7 @@ def run_calibrate(
         show(result)
     if output is not None:
         write_json(output / RESULT, result)
+        (output / SCORES).unlink(missing_ok=True)  # they are in the result
         _draw(output, result)
     if store:
         store_switch_length(Path(info.location), result["switch_length"])

@@ -6,7 +6,7 @@ Nothing heavy is imported until a command runs, so `--help` answers at once.
 import errno
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -301,11 +301,12 @@ def generate(
 def calibrate(model: str, factors: Path | None, **options: Any) -> None:
     """Measure where to switch: needle retrieval with the original and with the long RoPE.
 
-    After an interruption it begins anew.
+    With -o, run it again after an interruption, with the same options, and it goes on where it was.
     """
     from longrope2.calibration import run_calibrate
 
-    run_calibrate(model, factors_file=factors, **options)
+    with _resumable() if options["output"] else nullcontext():
+        run_calibrate(model, factors_file=factors, **options)
 
 
 @cli.group()
