@@ -85,7 +85,7 @@ def test_an_interrupted_calibration_goes_on_to_the_same_result(result, tiny, fac
     assert calibrate(tiny, factors, CONFIG, tmp_path) == result
     assert len(scored) == 3 * 2 * 2
     assert "resuming: 5 scores found" in capsys.readouterr().err
-    with pytest.raises(LongRopeError, match="config.documents: 2 on disk, 3 now"):
+    with pytest.raises(LongRopeError, match="documents: 2 on disk, 3 now"):
         calibrate(tiny, factors, replace(CONFIG, documents=3), tmp_path)
 
 
