@@ -8,13 +8,19 @@ Models are folders, files or `tiny`; each leaves OUTPUT/hypothesis-NAME-LENGTH.j
 """
 
 import argparse
+import json
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
+
+import numpy as np
 
 from longrope2 import rescale, search_factors
 from longrope2.books import read_books
 from longrope2.console import ProgressLine
+from longrope2.figures import figure
 from longrope2.files import package_versions, write_json
 from longrope2.memory import keep_freed_memory
 from longrope2.models import LoadedModel, describe, load
@@ -51,7 +57,7 @@ def landscape(loaded: LoadedModel, options: argparse.Namespace) -> list[dict[str
             nll = [score.nll / score.num_tokens for score in scores]
             exact = sum(score.exact for score in scores) / len(scores)
             found.append({"critical_dimension": dimension, "ratio": ratio, "nll": nll, "exact": exact})
-            line.update(number, f"d_rcd {dimension}, {ratio}·s: perplexity {math.exp(sum(nll) / len(nll)):.3f}")
+            line.update(number, f"d_rcd {dimension}, {ratio}·s: perplexity {math.exp(fmean(nll)):.3f}")
     return found
 
 
@@ -85,6 +91,28 @@ def searches(model: str, name: str, options: argparse.Namespace) -> list[dict[st
     return found
 
 
+def draw(found: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Needle NLL over d_rcd and the factors from it on, a panel for each model; × is theory, circles are searches."""
+    with figure(path, 1, len(found), (3.6 * len(found) + 0.8, 3.4)) as axes:
+        for axis, content in zip(axes[0], found, strict=True):
+            cells = {(cell["critical_dimension"], cell["ratio"]): fmean(cell["nll"]) for cell in content["landscape"]}
+            dimensions, ratios = (sorted({key[side] for key in cells}) for side in (0, 1))
+            rows = [[cells[dimension, ratio] for dimension in dimensions] for ratio in ratios]
+            image = axis.imshow(rows, cmap="viridis_r", vmin=0, vmax=math.log(10), aspect="auto", origin="lower")
+            axis.plot(dimensions.index(content["theory"]), 0, "x", color="white", markersize=9)
+            for search in content["searches"]:
+                right = search["factors"][search["critical_dimension"] :]
+                height = np.interp(fmean(right) / content["extension_ratio"], ratios, range(len(ratios)))
+                place = search["critical_dimension"] - dimensions[0]
+                axis.plot(place, height, "o", color="red", markersize=5, fillstyle="none")
+            axis.set_xticks(range(0, len(dimensions), 2), dimensions[::2])
+            axis.set_yticks(range(len(ratios)), [f"{ratio:g}·s" for ratio in ratios])
+            axis.set_xlabel("critical dimension")
+            axis.set_title(content["model"])
+        axes[0][0].set_ylabel("factors from there on")
+        axis.figure.colorbar(image, ax=axis, label="nats per digit")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+")
@@ -98,23 +126,26 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, required=True)
     options = parser.parse_args()
     keep_freed_memory()
+    found = []
     for model in options.models:
         info = describe(model)
         name = Path(info.name).name
         path = options.output / f"hypothesis-{name}-{options.target_length}.json"
-        if path.exists():
-            continue
-        content = {
-            "model": name,
-            "target_length": options.target_length,
-            "temperature": options.temperature,
-            "theory": info.rope.critical_dimension,
-            "ten_periods": info.rope.ten_period_dimension,
-            "landscape": landscape(load(info), options),
-            "searches": searches(model, name, options),
-            "versions": package_versions("torch", "transformers"),
-        }
-        write_json(path, content)
+        if not path.exists():
+            content = {
+                "model": name,
+                "target_length": options.target_length,
+                "extension_ratio": options.target_length / info.rope.original_length,
+                "temperature": options.temperature,
+                "theory": info.rope.critical_dimension,
+                "ten_periods": info.rope.ten_period_dimension,
+                "landscape": landscape(load(info), options),
+                "searches": searches(model, name, options),
+                "versions": package_versions("torch", "transformers"),
+            }
+            write_json(path, content)
+        found.append(json.loads(path.read_text(encoding="utf-8")))
+    draw(found, options.output / f"hypothesis-{options.target_length}.png")
 
 
 if __name__ == "__main__":
