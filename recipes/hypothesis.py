@@ -1,7 +1,8 @@
 """Where the critical dimension of a model really lies: needle perplexity over d_rcd and the factor beyond it, and what
 the search of the paper's space finds with several seeds.
 
-    python recipes/hypothesis.py skewed uniform short --target-length 512 --ratios 1,1.5,2,3,4,6,8 -o results/tiny
+    python recipes/hypothesis.py skewed uniform short --documents 20 --target-length 512 \\
+        --ratios 1,1.5,2,3,4,6,8 -o results/tiny/hypothesis
     python recipes/hypothesis.py SmolLM2.gguf --target-length 32768 --books BOOKS -o results/smollm2
 
 Models are folders, files or `tiny`; each leaves OUTPUT/hypothesis-NAME-LENGTH.json, and is skipped when that is there.
@@ -99,7 +100,7 @@ def draw(found: Sequence[Mapping[str, Any]], path: Path) -> None:
             dimensions, ratios = (sorted({key[side] for key in cells}) for side in (0, 1))
             rows = [[cells[dimension, ratio] for dimension in dimensions] for ratio in ratios]
             image = axis.imshow(rows, cmap="viridis_r", vmin=0, vmax=math.log(10), aspect="auto", origin="lower")
-            axis.plot(dimensions.index(content["theory"]), 0, "x", color="white", markersize=9)
+            axis.plot(dimensions.index(content["theory"]), 0, "X", color="white", markeredgecolor="black", markersize=9)
             for search in content["searches"]:
                 right = search["factors"][search["critical_dimension"] :]
                 height = np.interp(fmean(right) / content["extension_ratio"], ratios, range(len(ratios)))
@@ -109,6 +110,7 @@ def draw(found: Sequence[Mapping[str, Any]], path: Path) -> None:
             axis.set_yticks(range(len(ratios)), [f"{ratio:g}·s" for ratio in ratios])
             axis.set_xlabel("critical dimension")
             axis.set_title(content["model"])
+            axis.grid(visible=False)
         axes[0][0].set_ylabel("factors from there on")
         axis.figure.colorbar(image, ax=axis, label="nats per digit")
 
