@@ -234,7 +234,7 @@ class Bench:
             "name": row.title,
             "row": name,
             "table": row.table,
-            "model": results[0]["model"],
+            "model": Path(self.model).name,
             "window": row.window,
             "mix": row.mix if row.steps else None,
             "target_length": row.length,
