@@ -42,13 +42,14 @@ def test_every_row_has_a_mix_of_its_length_with_enough_rows(recipe):
 
 def test_sources_of_a_mix_are_made_and_put_in_place(recipe, tmp_path, monkeypatch):
     """With documents of a size that fits the tiny model's books."""
-    books = tmp_path / "data" / "books" / "train"
+    data = tmp_path / 'my "data"'
+    books = data / "books" / "train"
     books.mkdir(parents=True)
     (books / "a.txt").write_text(next(iter(read_books())).text, encoding="utf-8")
     monkeypatch.setattr(recipe, "RECALL", dict.fromkeys(recipe.RECALL, (512, 3)))
     planned = []
     monkeypatch.setattr(recipe, "run_plan", lambda model, path, *, config, cache: planned.append(config))
-    bench = recipe.Bench(model="tiny", data=tmp_path / "data", output=tmp_path / "out")
+    bench = recipe.Bench(model="tiny", data=data, output=tmp_path / "out")
     bench.__dict__["base"] = "tiny"
     (tmp_path / "out").mkdir()
     bench.plan("mix-32k")

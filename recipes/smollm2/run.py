@@ -186,7 +186,8 @@ class Bench:
             config = self.output / f"{mix}.toml"
             config.parent.mkdir(parents=True, exist_ok=True)
             named = re.compile('path = "(.+?)"')
-            config.write_text(named.sub(lambda found: f'path = "{self.source(found[1])}"', text), encoding="utf-8")
+            placed = named.sub(lambda found: f"path = {json.dumps(str(self.source(found[1])))}", text)
+            config.write_text(placed, encoding="utf-8")
             run_plan(self.base, path, config=config, cache=self.output / "tokens")
         return path
 
