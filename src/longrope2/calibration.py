@@ -3,6 +3,7 @@
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -127,23 +128,20 @@ def calibrate(
     sides = one_sided(factors)
     progress = ProgressLine(sum(map(len, by_length.values())) * len(sides), "calibrate")
     done, points = 0, []
-    journal = _Journal(output, {**subject, "weights": weights_fingerprint(loaded.info)})
-    try:
-        with scoring(loaded.model, factors) as scorer:
-            for length, documents in by_length.items():
-                scores: dict[str, list[Score]] = {}
-                for side, side_factors in sides.items():
-                    scores[side] = []
-                    for number, document in enumerate(documents):
-                        key = f"{length}/{side}/{number}"
-                        if key not in journal.scores:
-                            journal.keep(key, _score(scorer, side_factors, document))
-                        scores[side].append(journal.scores[key])
-                        done += 1
-                        progress.update(done, f"{length:,} tokens")
-                points.append(_point(length, config.depths, scores))
-    finally:
-        journal.close()
+    header = {**subject, "weights": weights_fingerprint(loaded.info)}
+    with closing(_Journal(output, header)) as journal, scoring(loaded.model, factors) as scorer:
+        for length, documents in by_length.items():
+            scores: dict[str, list[Score]] = {}
+            for side, side_factors in sides.items():
+                scores[side] = []
+                for number, document in enumerate(documents):
+                    key = f"{length}/{side}/{number}"
+                    if key not in journal.scores:
+                        journal.keep(key, _score(scorer, side_factors, document))
+                    scores[side].append(journal.scores[key])
+                    done += 1
+                    progress.update(done, f"{length:,} tokens")
+            points.append(_point(length, config.depths, scores))
     return {
         "method": factors.method,
         "original_length": factors.original_length,
