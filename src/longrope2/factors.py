@@ -77,6 +77,11 @@ class RescaleFactors:
         factors = self.long if long else self.short
         return tuple(frequency / factor for frequency, factor in zip(self.spec.frequencies, factors, strict=True))
 
+    @property
+    def switches(self) -> bool:
+        """Whether short and long sequences are rotated differently."""
+        return self != self.long_everywhere()
+
     def long_everywhere(self) -> "RescaleFactors":
         """One RoPE for every sequence, the long one: nothing is left to switch."""
         return replace(self, short=self.long, short_attention_factor=self.long_attention_factor)

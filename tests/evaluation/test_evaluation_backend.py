@@ -96,6 +96,17 @@ def test_rows_that_may_cross_the_switch_are_generated_exactly():
         assert answer == Letters().decode(tokens[-6:])
 
 
+def test_a_model_with_one_rope_has_no_switch_to_cross():
+    factors = make_factors(family_model("llama"), **SIDES).long_everywhere()
+    model = switching(family_model("llama"), factors)
+    backend = recording(model)
+    prompts = [prompt_of(length, 6) for length in (ORIGINAL_LENGTH - 4, ORIGINAL_LENGTH)]
+    assert not any(backend._may_cross(prompt) for prompt in prompts)
+    together = backend.answer(prompts)
+    alone = [backend._generate(prompt) for prompt in prompts]
+    assert together == [Letters().decode(tokens) for tokens in alone]
+
+
 def test_an_answer_ends_at_its_limit_its_end_token_or_its_stop():
     backend = recording(family_model("llama"))
     limits = [prompt_of(9, 3), prompt_of(12, 8)]

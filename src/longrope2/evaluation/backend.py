@@ -178,7 +178,7 @@ class TorchBackend:
             self._switch.rotary.long_rows = bool(long_rows[0]) if same else long_rows.to(self.model.device)
 
     def _may_cross(self, prompt: Prompt) -> bool:
-        if self._switch is None:
+        if self._switch is None or not self._switch.factors.switches:
             return False
         last = len(prompt.token_ids) + prompt.max_new_tokens - 1  # the last new token is never run
         return len(prompt.token_ids) <= self._switch.switch_length < last

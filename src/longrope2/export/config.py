@@ -24,7 +24,7 @@ def profiled(factors: RescaleFactors, profile: Profile) -> RescaleFactors:
 
 def profile_of(factors: RescaleFactors) -> Profile:
     """Which profile exported factors belong to."""
-    return "static-long" if factors == factors.long_everywhere() else "dual"
+    return "dual" if factors.switches else "static-long"
 
 
 def with_provenance(factors: RescaleFactors, export: Mapping[str, Any]) -> RescaleFactors:
