@@ -358,7 +358,7 @@ def plan(model: str, output: Path, **options: Any) -> None:
 @click.option("--books", metavar="SOURCE", help="Folder, file or hub dataset; default: the package's training books.")
 @click.option("--seed", default=0, show_default=True)
 def recall(model: str, output: Path, **options: Any) -> None:
-    """Write documents that hide numbers in books and ask for them at the end: a source for `data plan`.
+    """Write documents that hide numbers in books and ask for them later: a source for `data plan`.
 
     Each has exactly the length named, so that one of the target length fills a row.
     """

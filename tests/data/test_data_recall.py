@@ -9,13 +9,13 @@ from longrope2.books import Book, read_books
 from longrope2.cli import cli
 from longrope2.data.corpus import tokenise
 from longrope2.data.marks import document_marks
-from longrope2.data.recall import ATTEMPTS, TEMPLATES, RecallConfig, recall_documents, write_recall
+from longrope2.data.recall import ATTEMPTS, WORDINGS, RecallConfig, _insert, recall_documents, write_recall
 from longrope2.data.sources import Source
 from longrope2.errors import DataError
 from longrope2.models import describe, load_tokenizer
 from longrope2.needles import PAPER_TEMPLATE, key_value
 
-ANSWER = re.compile(r"([a-z]+-[a-z]+) is (\d{7})$")
+QUESTION = re.compile(r"([a-z]+-[a-z]+)\b.*\D(\d{7})$")
 
 
 @pytest.fixture(scope="module")
@@ -38,40 +38,64 @@ def test_they_have_exactly_the_length_asked_for_in_the_corpus(tokenizer, books, 
     assert [marks.size(int(tokens), ends=True) for tokens in corpus.lengths] == [length] * 4
 
 
-def test_every_question_is_answered_once_in_the_text(tokenizer, books):
-    for _, text in recall_documents(tokenizer, books, RecallConfig(lengths=(1024,), documents=6, needles=4)):
-        questions = [line for line in text.splitlines() if ANSWER.search(line)]
-        assert 1 < len(questions) <= 4
-        answers = dict(ANSWER.search(line).groups() for line in questions)
+def test_every_question_is_answered_once_in_the_text_before_it(tokenizer, books):
+    for _, text in recall_documents(tokenizer, books, RecallConfig(lengths=(1024,), documents=6, needles=5)):
+        questions = [line for line in text.splitlines() if QUESTION.search(line)]
+        assert 1 < len(questions) <= 5
+        answers = dict(QUESTION.search(line).groups() for line in questions)
         assert len(answers) == len(questions)
-        body = text[: text.index(questions[0])]
-        for key, value in answers.items():
-            assert len(re.findall(rf"{key} is {value}\.", body)) == 1
+        for question, (key, value) in zip(questions, answers.items(), strict=True):
+            needles = [needle.replace("{key}", key).replace("{value}", value) for needle, _ in WORDINGS]
+            assert sum(text[: text.index(question)].count(needle) for needle in needles) >= 1
             assert text.count(value) == 2
         assert text.endswith(questions[-1])
 
 
+def test_most_questions_stand_alone_in_the_second_half(tokenizer, books):
+    config = RecallConfig(lengths=(4096,), documents=4, needles=9)
+    for _, text in recall_documents(tokenizer, books, config):
+        lines = text.splitlines()
+        asked = [number for number, line in enumerate(lines) if QUESTION.search(line)]
+        assert len(asked) == 9
+        assert asked[-3:] == list(range(len(lines) - 3, len(lines)))  # an only one would stand at the end
+        assert all(text.index(lines[number]) > 0.45 * len(text) for number in asked)
+        assert len({number for number in asked if number - 1 not in asked}) > 3
+
+
+@pytest.mark.parametrize("sentence", ["No end in sight ", "One. ", "It goes on and on. "])
+def test_nothing_moves_past_what_is_deeper(sentence):
+    words = re.findall(r"\s*\S+", sentence * 40)
+    places = [(depth / 100, f" <{depth}>") for depth in range(101)]
+    text = "".join(_insert(places, words))
+    assert re.findall(r"<(\d+)>", text) == [*map(str, range(101))]
+    meeting = "".join(_insert([(0.5, " <b>"), (0.5, " <a>")], words))
+    assert "<b> <a>" in meeting  # as given
+
+
 def test_the_wording_that_needles_are_measured_with_is_never_trained_on():
     """Or a test for needles would measure how well a sentence was learned."""
-    measured = PAPER_TEMPLATE
-    for template in TEMPLATES:
-        assert template.needle != measured.needle
-        assert template.question != measured.question
-        assert template.answer_prefix != measured.answer_prefix
+    for needle, question in WORDINGS:
+        assert "magic" not in needle + question
+        assert needle != PAPER_TEMPLATE.needle
+        assert not question.startswith(PAPER_TEMPLATE.question)
+        assert needle.count("{value}") == needle.count("{key}") == 1
+        assert question.count("{value}") == 0
+        assert question.count("{key}") == 2
 
 
 def test_needles_stand_at_all_depths(tokenizer, books):
     places = []
     for _, text in recall_documents(tokenizer, books, RecallConfig(lengths=(1024,), documents=20, needles=4)):
-        places += [match.start() / len(text) for match in re.finditer(r"[a-z]+-[a-z]+ is \d{7}\.", text)]
+        values = set(re.findall(r"\b\d{7}\b", text))
+        places += [text.index(value) / len(text) for value in values]
     assert min(places) < 0.15
-    assert max(places) > 0.6
-    assert 0.25 < sum(places) / len(places) < 0.55  # questions take the end
+    assert max(places) > 0.7
+    assert 0.3 < sum(places) / len(places) < 0.6
 
 
 def test_a_short_document_has_fewer_needles(tokenizer, books):
     (_, text), *_ = recall_documents(tokenizer, books, RecallConfig(lengths=(256,), documents=1, needles=8))
-    assert len(ANSWER.findall(text)) == 1
+    assert len(QUESTION.findall(text)) == 1
 
 
 def test_documents_do_not_depend_on_how_many_there_are(tokenizer, books):
@@ -126,5 +150,5 @@ def test_no_more_needles_are_drawn_than_there_can_be_room_for(tokenizer, books, 
     drawn = []
     monkeypatch.setattr("longrope2.data.recall.key_value", lambda rng: drawn.append(1) or key_value(rng))
     documents = recall_documents(tokenizer, books, RecallConfig(lengths=(512,), documents=1, needles=10**6))
-    assert "-" in ANSWER.search(next(documents)[1])[1]
+    assert "-" in QUESTION.search(next(documents)[1])[1]
     assert len(drawn) <= 512 * ATTEMPTS

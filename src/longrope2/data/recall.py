@@ -1,14 +1,18 @@
-"""Recall documents: books with sentences hidden in them, and at the end questions that only those sentences answer.
+"""Recall documents: books with sentences hidden in them, and questions that only those sentences answer.
 
 Natural text rarely asks for what stood far away, so a model that is trained on nothing else may lose retrieval at
 lengths it has just reached. Each document has exactly the length asked for, so that one of the target length fills a
 row and needles and questions stay together.
+
+Most questions stand alone in the text, every fourth in a row at the end. After the first question of a row the model
+only goes on with what it has begun to do; one that nothing announces is what it is asked when it is in use.
 """
 
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,33 +23,24 @@ from longrope2.console import ProgressLine
 from longrope2.data.marks import document_marks, plain_encoder
 from longrope2.errors import DataError, all_problems, below_minimum
 from longrope2.files import atomic_path
-from longrope2.needles import NeedleTemplate, key_value
+from longrope2.needles import key_value
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TEMPLATES = (
-    NeedleTemplate(
-        instruction="",
-        needle="{key} is {value}.",
-        question="What is {key}?",
-        answer_prefix="{key} is",
-    ),
-    NeedleTemplate(
-        instruction="",
-        needle="The number of {key} is {value}.",
-        question="What is the number of {key}?",
-        answer_prefix="The number of {key} is",
-    ),
-    NeedleTemplate(
-        instruction="Some codes are written in the text below. Keep them in mind.",
-        needle="Remember that the code of {key} is {value}.",
-        question="Which code does {key} have?",
-        answer_prefix="The code of {key} is",
-    ),
+INSTRUCTIONS = ("", "Numbers are hidden in the text below. Keep them in mind; they will be asked for.")
+WORDINGS = (
+    ("{key} is {value}.", "What is {key}? {key} is"),
+    ("The number of {key} is {value}.", "What is the number of {key}? The number of {key} is"),
+    ("Remember that the code of {key} is {value}.", "Which code does {key} have? The code of {key} is"),
+    ("The value {value} was noted for {key}.", "Which value was noted for {key}? The value noted for {key} is"),
+    ("Secretly, {key} stands for {value}.", "Tell me the secret of {key}. According to the text, {key} stands for"),
+    ("(Key to {key}: {value}.)", "The text gives a key to {key}. Give it back. The key to {key} is"),
+    ("Whoever wants {key} has to dial {value}.", "What has to be dialled for {key}? For {key} one has to dial"),
+    ("Above the door of {key} stood {value}.", "What stood above the door of {key}? Above the door of {key} stood"),
 )
-"""Several, so that the number is learned to be found, not one sentence; and not the paper's, which needles are measured
-with: a model that finds those has learned to find what it is asked for."""
+"""How a number is hidden and how it is asked for. Many, so that finding is learned, not one sentence; and not the
+paper's, which needles are measured with: a model that finds those has learned to find what it is asked for."""
 SHARE = 4
 """Needles and questions take at most one token in so many; a short document has fewer of them."""
 ATTEMPTS = 50
@@ -143,19 +138,24 @@ class _Maker:
 
     def _fit(self, words: list[str], rng: np.random.Generator) -> str | None:
         """A document of exactly the wanted length from the first of these words, if they can give one."""
-        template = TEMPLATES[int(rng.integers(len(TEMPLATES)))]
-        pairs = self._pairs(template, rng)
-        if pairs is None or any(key in " ".join(words) for key, _ in pairs):
+        instruction = INSTRUCTIONS[int(rng.integers(len(INSTRUCTIONS)))]
+        hidden, book = self._hidden(rng), "".join(words)
+        if hidden is None or any(key in book for key in hidden):
             return None
-        order = rng.permutation(len(pairs))
-        depths = rng.uniform(size=len(pairs)).tolist()
-        needles = [_filled(template.needle, key, value) for key, value in pairs]
-        questions = [_question(template, *pairs[index]) for index in order]
+        inserted, last = [], []
+        for number, (needle, question) in enumerate(hidden.values()):
+            depth = rng.uniform()
+            inserted.append((depth, f" {needle}"))
+            if number % 4:  # far from its needle: in the second half
+                inserted.append((rng.uniform(max(depth, 0.5), 1), f"\n{question}\n"))
+            else:
+                last.append(question)
+        last = [last[index] for index in rng.permutation(len(last))]
 
         def text(used: int, rest: str = "") -> str:
             """The document with so many words of the book, and a part of one more."""
-            body = _hide(needles, depths, words[:used])
-            parts = [template.instruction, "".join(body).strip() + rest, *questions]
+            body = _insert(inserted, words[:used])
+            parts = [instruction, "".join(body).strip() + rest, *last]
             return "\n".join(part for part in parts if part)
 
         used = _most_words(lambda n: self.count(text(n)), len(words), self.tokens)
@@ -168,33 +168,36 @@ class _Maker:
                 return document if found == self.tokens else None
         return None
 
-    def _pairs(self, template: NeedleTemplate, rng: np.random.Generator) -> list[tuple[str, str]] | None:
-        """Distinct keys with their values, as many as there is room for."""
+    def _hidden(self, rng: np.random.Generator) -> dict[str, tuple[str, str]] | None:
+        """Needles and their questions by key, as many as there is room for."""
         most = max(self.tokens // SHARE, 1)  # each takes more than a token
-        drawn = dict(key_value(rng) for _ in range(min(self.needles, most)))
-        pairs = list(drawn.items())
-        each = self.count(_filled(template.needle, *pairs[0]) + "\n" + _question(template, *pairs[0]))
-        room = self.tokens // (SHARE * each)
+        hidden = {}
+        for _ in range(min(self.needles, most)):
+            key, value = key_value(rng)
+            needle, question = WORDINGS[int(rng.integers(len(WORDINGS)))]
+            hidden[key] = _filled(needle, key, value), _filled(question + " {value}", key, value)
+        some = list(hidden.values())[: len(WORDINGS)]
+        each = self.count("\n".join("\n".join(texts) for texts in some)) / len(some)
+        room = int(self.tokens / (SHARE * each))
         if not room and self.tokens < 2 * each:
             return None
-        return pairs[: max(room, 1)]
+        return dict(islice(hidden.items(), max(room, 1)))
 
 
 def _filled(sentence: str, key: str, value: str) -> str:
     return sentence.replace("{key}", key).replace("{value}", value)
 
 
-def _question(template: NeedleTemplate, key: str, value: str) -> str:
-    return _filled(f"{template.question} {template.answer_prefix} ", key, value) + value
+def _insert(inserted: Sequence[tuple[float, str]], words: Sequence[str]) -> list[str]:
+    """The words with each text at its depth, after a sentence where one ends nearby.
 
-
-def _hide(needles: Sequence[str], depths: Sequence[float], words: Sequence[str]) -> list[str]:
-    """The words with each needle at its depth, after a sentence where one ends nearby."""
+    Texts keep their order where they meet, and none moves past a deeper one.
+    """
     places: dict[int, list[str]] = {}
-    for needle, depth in zip(needles, depths, strict=True):
-        wanted = int(depth * (len(words) + 1))
+    for depth, text in inserted:
+        wanted = min(int(depth * (len(words) + 1)), len(words))
         ends = (i for i in range(wanted, min(wanted + REACH, len(words))) if i and SENTENCE_END.search(words[i - 1]))
-        places.setdefault(next(ends, wanted), []).append(" " + needle)
+        places.setdefault(next(ends, wanted), []).append(text)
     body: list[str] = []
     for index, word in enumerate([*words, ""]):
         body += [*places.get(index, []), word]
