@@ -46,7 +46,7 @@ def test_sources_of_a_mix_are_made_and_put_in_place(recipe, tmp_path, monkeypatc
     books = data / "books" / "train"
     books.mkdir(parents=True)
     (books / "a.txt").write_text(next(iter(read_books())).text, encoding="utf-8")
-    monkeypatch.setattr(recipe, "RECALL", dict.fromkeys(recipe.RECALL, (512, 3)))
+    monkeypatch.setattr(recipe, "RECALL", dict.fromkeys(recipe.RECALL, (512, 3, 2)))
     planned = []
     monkeypatch.setattr(recipe, "run_plan", lambda model, path, *, config, cache: planned.append(config))
     bench = recipe.Bench(model="tiny", data=data, output=tmp_path / "out")
