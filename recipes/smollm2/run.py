@@ -30,7 +30,7 @@ HERE = Path(__file__).parent
 K = 1024
 BATCH_ROWS = 4  # 131k tokens a step at 32k
 LEARNING_RATE = 3e-4
-BATCH_TOKENS = 2 << 20  # of answers under way; fixed, since rounding depends on who shares a batch
+BATCH_TOKENS = 1 << 20  # of answers under way; fixed, since rounding depends on who shares a batch
 RECALL = {  # by the name that the mixes have for it: tokens of a document, documents, needles in each
     "recall-8k": (8 * K, 256, 32),
     "recall-32k": (32 * K, 320, 128),

@@ -33,8 +33,6 @@ from longrope2.training.run import run_train
 
 RECALL = "recall"
 """The path of a source that stands for the documents of [recall]."""
-EVERY_LENGTH = 1
-"""Switch length of closed forms: as published, they have one RoPE for all lengths."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,27 +237,29 @@ def _evaluate_steps(setting: Setting, *, trains: bool) -> Iterator[Step]:
 
 
 def _evaluate(setting: Setting, method: str, output: Path, table: Mapping[str, Any]) -> None:
-    """One method with one set of suites: the base as it is, closed forms as published, LongRoPE2 with its switch."""
+    """One method with one set of suites: the base as it is, closed forms as published, LongRoPE2 with its switch.
+
+    As published, closed forms have one RoPE for all lengths.
+    """
     recipe, model = setting.recipe, setting.info.name
     factors: Path | None = None
-    switch_length: int | None = None
     if method == ledger.SEARCHED:
         factors = setting.folder / ledger.FACTORS
     elif method == ledger.AFTER_TRAINING:
         model = str(setting.folder / ledger.TRAINED)
     elif method != ledger.BASE:
-        factors, switch_length = output / "factors.json", EVERY_LENGTH
+        factors = output / "factors.json"
         with world() as here:
             if here.is_main:
                 made = rescale_model(setting.info, method, recipe.target_length, extend_again=recipe.extend_again)
-                made.save(factors)
+                made.long_everywhere().save(factors)
             here.gather_all(None)
     run_evaluation(
         model,
         output,
         factors_file=factors,
         original_length=None if method == ledger.AFTER_TRAINING else recipe.original_length,
-        switch_length=switch_length,
+        switch_length=None,
         backend_name="torch",
         name=method,
         cache=setting.folder / ledger.EVALUATE / "samples",
