@@ -127,7 +127,7 @@ def evaluation(name: str, length: int) -> dict[str, Any]:
     lengths = tuple(step for step in (4 * K, 8 * K, 16 * K, 32 * K, 64 * K) if step <= length)
     match name:
         case "needles":
-            return {"suites": ["niah"], "lengths": lengths, "samples": 5}
+            return {"suites": ["niah"], "lengths": lengths, "samples": 10}
         case "perplexity":
             return {"suites": ["perplexity"], "tasks": ("full",), "lengths": lengths, "samples": 20}
         case "ruler":
