@@ -6,7 +6,7 @@ from data_samples import FIRST_TOKEN, MARKS, STRIDE, MemoryCorpus, plan_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longrope2.data.loader import RowLoader, rows_of_step
+from longrope2.data.loader import RowLoader, order_of_rows
 from longrope2.data.marks import Marks
 from longrope2.data.plan import build_plan
 from longrope2.errors import DataError
@@ -120,51 +120,27 @@ def test_a_row_that_does_not_add_up_is_refused(spans, padding, message):
 
 
 @settings(deadline=None)
-@given(
-    st.integers(1, 50), st.integers(0, 5), st.integers(1, 4), st.integers(1, 3)
-)  # fmt: skip
-def test_all_ranks_together_take_every_row_once_an_epoch(num_rows, seed, world_size, rows_per_rank):
-    steps = 2 * num_rows
-    taken = [
-        row
-        for step in range(steps)
-        for rank in range(world_size)
-        for row in rows_of_step(
-            step, num_rows=num_rows, seed=seed, rank=rank, world_size=world_size, rows_per_rank=rows_per_rank
-        )
-    ]
-    for begin in range(0, len(taken) - num_rows + 1, num_rows):
-        assert sorted(taken[begin : begin + num_rows]) == list(range(num_rows))
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(0, 5))
+def test_an_epoch_takes_every_row_once_and_every_bucket_evenly(buckets, seed):
+    order = order_of_rows(np.array(buckets), seed=seed, epoch=0)
+    assert sorted(order.tolist()) == list(range(len(buckets)))
+    for bucket in set(buckets):
+        share = buckets.count(bucket) / len(buckets)
+        taken = np.cumsum(np.array(buckets)[order] == bucket)
+        # Of any beginning it has its share, but for one of its own and what others are ahead by.
+        assert np.abs(taken - share * np.arange(1, len(buckets) + 1)).max() < 1 + len(set(buckets))
 
 
-def step_rows(step: int, world_size: int, rows_per_rank: int, seed: int = 3) -> list[int]:
-    return [
-        row
-        for rank in range(world_size)
-        for row in rows_of_step(
-            step, num_rows=37, seed=seed, rank=rank, world_size=world_size, rows_per_rank=rows_per_rank
-        )
-    ]
+def test_small_steps_hold_all_kinds():
+    """With rows in plain random order a quarter of such steps would have no short one."""
+    buckets = np.random.default_rng(0).permutation([0] * 192 + [1] * 448)
+    steps = buckets[order_of_rows(buckets, seed=0, epoch=0)].reshape(-1, 4)
+    assert set((steps == 0).sum(axis=1).tolist()) == {1, 2}  # 1.2 on average
 
 
-def test_a_step_depends_on_nothing_before_it_nor_on_the_number_of_ranks():
-    whole = [step_rows(step, 4, 1) for step in range(30)]
-    assert [step_rows(step, 4, 1) for step in reversed(range(30))] == whole[::-1]
-    assert [step_rows(step, 2, 2) for step in range(30)] == whole
-    assert [step_rows(step, 4, 1, seed=4) for step in range(30)] != whole
-    taken = [row for rows in whole for row in rows]
-    assert taken[:37] != taken[37:74]  # another epoch, another order
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_rows": 0}, "num_rows must be at least 1, got 0"),
-        ({"step": -1}, "step must not be negative, got -1"),
-        ({"rank": 2, "world_size": 2}, "rank must lie in 0 to 1, got 2"),
-        ({"rows_per_rank": 0}, "rows_per_rank must be at least 1, got 0"),
-    ],
-)
-def test_impossible_steps_are_refused(options, message):
-    with pytest.raises(DataError, match=message):
-        rows_of_step(**{"step": 0, "num_rows": 5, "seed": 0, **options})
+def test_the_order_depends_on_seed_and_epoch():
+    buckets = np.zeros(37, dtype=np.int32)
+    first = order_of_rows(buckets, seed=3, epoch=0).tolist()
+    assert order_of_rows(buckets, seed=3, epoch=0).tolist() == first
+    assert order_of_rows(buckets, seed=4, epoch=0).tolist() != first
+    assert order_of_rows(buckets, seed=3, epoch=1).tolist() != first

@@ -8,7 +8,7 @@ import torch
 from training_samples import make_sample
 
 from longrope2.data.corpus import open_corpus
-from longrope2.data.loader import IGNORED_LABEL, RowLoader, rows_of_step
+from longrope2.data.loader import IGNORED_LABEL, RowLoader, order_of_rows
 from longrope2.data.plan import read_plan
 from longrope2.training.rows import PlanRows
 
@@ -29,8 +29,9 @@ def test_rows_are_those_of_the_loader_in_seeded_order(planned):
     loader = RowLoader(*planned)
     found = batches(planned)
     assert {kind for kind, _ in found} == {"short", "long"}
-    for number, (kind, batch) in enumerate(found):
-        row = loader.row(rows_of_step(number, num_rows=len(loader), seed=3)[0])
+    order = order_of_rows(planned[0].bucket_of_row, seed=3, epoch=0)
+    for index, (kind, batch) in zip(order, found, strict=True):
+        row = loader.row(int(index))
         assert kind == row.kind
         assert np.array_equal(batch.tokens[0], row.token_ids)
         assert np.array_equal(batch.positions[0], row.position_ids)
@@ -70,8 +71,7 @@ def test_document_masks_part_the_documents_of_long_rows(planned):
 def test_a_row_is_named_with_its_documents(planned):
     plan, corpora = planned
     rows = PlanRows(*planned, seed=3)
-    for number in range(len(plan)):
-        index = rows_of_step(number, num_rows=len(plan), seed=3)[0]
+    for number, index in enumerate(order_of_rows(plan.bucket_of_row, seed=3, epoch=0).tolist()):
         name = rows.name(number)
         spans = plan.row(index).spans
         assert name.startswith(f"row {number} of the run ({plan.row(index).kind}, row {index} of the plan, from ")

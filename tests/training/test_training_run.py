@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import longrope2
 from conftest import family_model
 from longrope2.data.buckets import PlanConfig
-from longrope2.data.loader import RowLoader, rows_of_step
+from longrope2.data.loader import RowLoader, order_of_rows
 from longrope2.data.plan import build_plan, read_plan
 from longrope2.data.plan_command import run_plan
 from longrope2.errors import LongRopeError
@@ -207,7 +207,7 @@ def test_a_broken_row_is_named_and_the_checkpoint_kept(tmp_path):
     sample = make_sample(tmp_path / "base")
     plan = read_plan(sample.folder / "plan.jsonl")
     loader = RowLoader.open(plan, sample.folder / "cache")
-    order = [rows_of_step(n, num_rows=24, seed=0)[0] for n in range(24)]
+    order = order_of_rows(plan.bucket_of_row, seed=0, epoch=0).tolist()
     # A token that stands in one row of the plan and in no other: its embedding breaks that row alone.
     number, token = next(
         (n, t)

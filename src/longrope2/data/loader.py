@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -116,30 +115,19 @@ class RowLoader:
         )
 
 
-def rows_of_step(
-    step: int, *, num_rows: int, seed: int, rank: int = 0, world_size: int = 1, rows_per_rank: int = 1
-) -> list[int]:
-    """The rows that a rank takes in a global step; nothing else is needed to resume.
+def order_of_rows(buckets: NDArray[np.int32], *, seed: int, epoch: int) -> NDArray[np.int64]:
+    """The order in which an epoch takes the rows of a plan, given the bucket of each.
 
-    Steps run through all rows in a seeded order and then go on with another one. Only the product of `world_size`
-    and `rows_per_rank` decides which rows a step has, so that a run may resume on more or fewer ranks.
+    Random within a bucket, and each bucket spread evenly: small steps, too, then hold short and long rows as the plan
+    mixes them.
     """
-    problems = [
-        (num_rows < 1, f"num_rows must be at least 1, got {num_rows}"),
-        (step < 0, f"step must not be negative, got {step}"),
-        (not 0 <= rank < world_size, f"rank must lie in 0 to {world_size - 1}, got {rank}"),
-        (rows_per_rank < 1, f"rows_per_rank must be at least 1, got {rows_per_rank}"),
-    ]
-    if wrong := [text for is_wrong, text in problems if is_wrong]:
-        raise DataError("; ".join(wrong))
-    first = (step * world_size + rank) * rows_per_rank
-    places = [divmod(number, num_rows) for number in range(first, first + rows_per_rank)]
-    return [int(_order(seed, num_rows, epoch)[place]) for epoch, place in places]
-
-
-@lru_cache(maxsize=2)  # a step may lie across the border of two epochs
-def _order(seed: int, num_rows: int, epoch: int) -> NDArray[np.int64]:
-    return np.random.default_rng([seed, epoch]).permutation(num_rows)
+    rng = np.random.default_rng([seed, epoch])
+    shuffled = rng.permutation(len(buckets))
+    places = np.empty(len(buckets))
+    for bucket in np.unique(buckets):
+        rows = shuffled[buckets[shuffled] == bucket]
+        places[rows] = (np.arange(len(rows)) + rng.uniform()) / len(rows)
+    return np.argsort(places, kind="stable")
 
 
 def _positions(borders: Sequence[int]) -> NDArray[np.int64]:

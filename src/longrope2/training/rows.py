@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Literal
 
@@ -10,7 +11,7 @@ import torch
 
 from longrope2.data.buckets import RowKind
 from longrope2.data.corpus import Corpus
-from longrope2.data.loader import Row, RowLoader, rows_of_step
+from longrope2.data.loader import Row, RowLoader, order_of_rows
 from longrope2.data.plan import Plan
 from longrope2.training.mixed import Batch
 
@@ -19,7 +20,10 @@ NAMED_DOCUMENTS = 4
 
 
 class PlanRows:
-    """Row by number: the plan's rows in a seeded order, then all again in another one."""
+    """Row by number: the plan's rows in a seeded order, then all again in another one.
+
+    Nothing but the number decides which row it is, so that a run may resume on more or fewer processes.
+    """
 
     def __init__(
         self,
@@ -31,7 +35,8 @@ class PlanRows:
     ) -> None:
         self._loader = RowLoader(plan, corpora)
         self._corpora = corpora
-        self._seed = seed
+        # Two: a step may lie across the border of two epochs.
+        self._order = lru_cache(maxsize=2)(partial(order_of_rows, plan.bucket_of_row, seed=seed))
         self._long_row_mask = long_row_mask
 
     def __call__(self, number: int) -> Batch:
@@ -61,7 +66,8 @@ class PlanRows:
         return f"row {number} of the run ({planned.kind}, row {index} of the plan, from {shown}{more})"
 
     def _index(self, number: int) -> int:
-        return rows_of_step(number, num_rows=len(self._loader), seed=self._seed)[0]
+        epoch, place = divmod(number, len(self._loader))
+        return int(self._order(epoch=epoch)[place])
 
 
 def _documents_apart(row: Row) -> Row:
