@@ -17,7 +17,8 @@ from longrope2.models import load
 pytest.importorskip("lm_eval")
 ALONE = World(process=0, num_processes=1, local_process=0)
 HELLASWAG = [
-    {"activity_label": "Sailing", "ctx_a": "A man is on a boat.", "ctx_b": "he", "ctx": "A man is on a boat. he",
+    {"activity_label": "Sailing", "ctx_a": f"A man is on boat {number}.", "ctx_b": "he",
+     "ctx": f"A man is on boat {number}. he",
      "endings": ["sails away.", "eats the [sea].", "is a number of the house.", "the of."], "label": str(number % 4)}
     for number in range(11)
 ]  # fmt: skip
@@ -91,6 +92,10 @@ def test_the_same_scores_as_the_harness_with_its_own_model(tiny, data, tmp_path,
             bootstrap_iters=0,
             fewshot_random_seed=1,
         )
+        if task == "hellaswag":
+            for document in results["samples"]["hellaswag"]:
+                prompt, _ = document["arguments"][0]
+                assert prompt.count(document["doc"]["ctx_a"]) == 1, "a question among its own examples"
         scores = [document[metric] for part in results["samples"].values() for document in part]
         assert found[task].score == pytest.approx(100 * sum(scores) / len(scores), rel=1e-4), task
     assert "hellaswag: examples come from the validation file" in notes[1]

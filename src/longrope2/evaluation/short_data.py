@@ -75,7 +75,10 @@ def _hellaswag(source: Path, folder: Path, notes: list[str]) -> list[Path]:
     if train is not None:
         return [_describe(folder, "hellaswag", {"train": _rows(train, HELLASWAG), **splits})]
     notes.append("hellaswag: examples come from the validation file, since there is no hellaswag_train.jsonl")
-    return [_describe(folder, "hellaswag", splits, training_split=None, fewshot_split="validation")]
+    # As a test split: only from there does the harness keep a question out of its own examples.
+    splits = {"test": splits["validation"]}
+    names = {"training_split": None, "validation_split": None, "test_split": "test", "fewshot_split": "test"}
+    return [_describe(folder, "hellaswag", splits, **names)]
 
 
 def _gsm8k(source: Path, folder: Path, notes: list[str]) -> list[Path]:
