@@ -55,6 +55,9 @@ def test_an_average_over_equal_tasks_is_as_sure_as_all_their_scores():
     assert mean_of_means([0.5, 1.0], [20, 20]) == (0.75, 40)
     mean, count = mean_of_means([0.0, 1.0], [10, 90])
     assert (mean, count) == (0.5, pytest.approx(36))  # the small task decides
+    # Few scores of a task that varies beside many of one that does not: sd 0.158 / 2 of the mean.
+    mean, count = mean_of_means([0.5, 1.0], [10, 200])
+    assert math.sqrt(mean * (1 - mean) / count) == pytest.approx(0.5 / math.sqrt(10) / 2, rel=0.05)
     both = average([measured("ruler", "a", 4096, 50.0), measured("ruler", "b", 4096, 100.0)])
     assert (both.score, both.samples, both.task) == (75.0, 40, "average")
     assert (both.low, both.high) == pytest.approx(tuple(100 * end for end in wilson(0.75, 40)))

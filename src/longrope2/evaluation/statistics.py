@@ -13,14 +13,26 @@ def wilson(mean: float, count: float) -> tuple[float, float]:
     it is rather too wide; and unlike an interval from the spread, it is not empty where all scores are the same.
     """
     z2 = NORMAL_QUANTILE**2
-    centre = (mean + z2 / (2 * count)) / (1 + z2 / count)
+    centre = _centre(mean, count)
     reach = NORMAL_QUANTILE / (1 + z2 / count) * math.sqrt(mean * (1 - mean) / count + z2 / (4 * count**2))
     return max(0.0, centre - reach), min(1.0, centre + reach)
 
 
 def mean_of_means(means: Sequence[float], counts: Sequence[int]) -> tuple[float, float]:
-    """The plain mean over tasks, and the number of scores whose mean would be as sure."""
-    return sum(means) / len(means), len(counts) ** 2 / sum(1 / count for count in counts)
+    """The plain mean over tasks, and the number of scores whose mean would be as sure, or less."""
+    tasks = len(means)
+    scores = tasks**2 / sum(1 / count for count in counts)
+    # Fewer, where a task of few scores is the one that varies.
+    centres = [_centre(mean, count) for mean, count in zip(means, counts, strict=True)]
+    variance = sum(centre * (1 - centre) / count for centre, count in zip(centres, counts, strict=True)) / tasks**2
+    middle = sum(centres) / tasks
+    return sum(means) / tasks, min(scores, middle * (1 - middle) / variance)
+
+
+def _centre(mean: float, count: float) -> float:
+    """Of Wilson's interval: the mean, drawn to a half by as much as it is unsure."""
+    z2 = NORMAL_QUANTILE**2
+    return (mean + z2 / (2 * count)) / (1 + z2 / count)
 
 
 def student(values: Sequence[float]) -> tuple[float, float] | None:
