@@ -45,7 +45,13 @@ def search_factors(
 
 
 def train(
-    model: str | Path, factors: RescaleFactors | str | Path, plan: str | Path, output: str | Path, **options: Any
+    model: str | Path,
+    factors: RescaleFactors | str | Path,
+    plan: str | Path,
+    output: str | Path,
+    *,
+    cache: str | Path | None = None,
+    **options: Any,
 ) -> Path:
     """Train with both RoPEs on a plan of `longrope2 data plan`; returns the folder of the trained model.
 
@@ -57,7 +63,7 @@ def train(
         factors.save(path)
         factors = path
     with contextlib.redirect_stdout(sys.stderr):
-        run_train(str(model), factors=Path(factors), plan=Path(plan), output=output, **options)
+        run_train(str(model), factors=Path(factors), plan=Path(plan), output=output, cache=_path(cache), **options)
     return output / PRODUCT
 
 
@@ -67,15 +73,17 @@ def evaluate(
     output: str | Path,
     *,
     factors: str | Path | None = None,
+    cache: str | Path | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Measure a model; returns the content of results.json. Options are those of `longrope2 evaluate`."""
-    fixed = {"original_length": None, "switch_length": None, "backend_name": "torch", "name": None, "cache": None}
+    fixed = {"original_length": None, "switch_length": None, "backend_name": "torch", "name": None}
     with contextlib.redirect_stdout(sys.stderr):
         run_evaluation(
             str(model),
             Path(output),
-            factors_file=None if factors is None else Path(factors),
+            factors_file=_path(factors),
+            cache=_path(cache),
             as_json=False,
             **{**fixed, **options, "suites": tuple(suites)},
         )
@@ -95,3 +103,7 @@ def export_model(
     """Write a model with its factors for transformers, vLLM, llama.cpp and others; returns where it is."""
     export(str(model), Path(output), factors=factors, profile=profile, format=format, **options)
     return Path(output)
+
+
+def _path(place: str | Path | None) -> Path | None:
+    return None if place is None else Path(place)
