@@ -1,5 +1,5 @@
 """Where the critical dimension of a model really lies: needle perplexity over d_rcd and the factor beyond it, and what
-the search of the paper's space finds with several seeds.
+the search of the paper's space finds with several seeds, with factors up to the largest ratio.
 
     python recipes/hypothesis.py skewed uniform short --documents 20 --target-length 512 \\
         --ratios 1,1.5,2,3,4,6,8 -o results/tiny/hypothesis
@@ -75,7 +75,7 @@ def searches(model: str, name: str, options: argparse.Namespace) -> list[dict[st
             documents=options.documents,
             iterations=options.iterations,
             attention_factor=options.temperature,
-            upper=max(2.0, *options.ratios),
+            upper=max(options.ratios),
             held_out=options.documents,
             seed=seed,
         )
@@ -141,6 +141,7 @@ def main() -> None:
                 "temperature": options.temperature,
                 "theory": info.rope.critical_dimension,
                 "ten_periods": info.rope.ten_period_dimension,
+                "largest_ratio": max(options.ratios),
                 "landscape": landscape(load(info), options),
                 "searches": searches(model, name, options),
                 "versions": package_versions("torch", "transformers"),

@@ -1,6 +1,7 @@
 """The SmolLM2 recipe, as far as it can be tried without its model."""
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
@@ -68,3 +69,26 @@ def test_searches_are_ones_that_can_be_made(recipe, monkeypatch):
     for options in made:
         kept = {name: value for name, value in options.items() if name != "iterations"}
         assert SearchConfig(target_length=32 * 1024, **kept).problems() == []
+
+
+def test_a_row_is_what_its_folder_holds(recipe, tmp_path, monkeypatch):
+    """Evaluations of another call stay in it, and the model as it is gets the documents of all others."""
+    asked = []
+
+    def evaluate(model, *, output, suites, beyond_window, **options):
+        asked.append((output.name, beyond_window, options.get("lengths")))
+        score = {"suite": suites[0], "task": output.name, "score": 1.0}
+        result = {"scores": [score], "grids": {}, "notes": [], "versions": {}, "device": "cpu", "seconds": 1.0}
+        output.mkdir(parents=True)
+        (output / "results.json").write_text(json.dumps(result))
+
+    monkeypatch.setattr(recipe, "evaluate", evaluate)
+    bench = recipe.Bench(model="m", data=Path("d"), output=tmp_path)
+    bench.__dict__["base"] = "m"
+    bench.run("base", {"nothing"})
+    assert not (tmp_path / "base.json").exists()
+    bench.run("base", {"mmlu"})
+    bench.run("base", {"needles"})
+    assert asked[1] == ("needles", True, tuple(1024 * n for n in (4, 8, 16, 32)))
+    scores = json.loads((tmp_path / "base.json").read_text())["scores"]
+    assert [score["task"] for score in scores] == ["needles", "mmlu"]

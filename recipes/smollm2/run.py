@@ -2,9 +2,9 @@
 
     python recipes/smollm2/run.py SmolLM2-135M-Instruct.Q4_1.gguf --data DATA -o runs/smollm2 yarn wide
 
-DATA holds books/train and books/validation (text files), short/ (HellaSwag, MMLU, TruthfulQA) and RULER's question
-files. Everything resumes: a row that was interrupted goes on with the same command, and what is done is not done again.
-Each finished row leaves its scores, cost and factors in OUTPUT/<row>.json.
+DATA holds books/train, books/search and books/validation (text files), short/ (HellaSwag, MMLU, TruthfulQA) and RULER's
+question files. Everything resumes: a row that was interrupted goes on with the same command, and what is done is not
+done again. Each finished row leaves its scores, cost and factors in OUTPUT/<row>.json.
 """
 
 import argparse
@@ -22,6 +22,7 @@ import torch
 from longrope2 import RescaleFactors, evaluate, rescale, search_factors, train
 from longrope2.data.plan_command import run_plan
 from longrope2.data.recall import RecallConfig, write_recall
+from longrope2.evaluation.run import RESULTS
 from longrope2.files import write_json
 from longrope2.models import describe, load, load_tokenizer
 from longrope2.training.progress import LOG, read_log
@@ -54,10 +55,10 @@ def closed(method: str, **options: Any) -> Make:
 
 
 def searched(**options: Any) -> Make:
-    """What `longrope2 search` finds on validation books."""
+    """What `longrope2 search` finds on books that nothing is measured on."""
 
     def make(bench: "Bench", length: int, folder: Path) -> RescaleFactors:
-        books = str(bench.data / "books" / "validation")
+        books = str(bench.data / "books" / "search")
         return search_factors(bench.base, length, folder / "search", books=books, **SEARCH, **options)
 
     return make
@@ -70,6 +71,11 @@ def same_as(row: str, **changes: Any) -> Make:
         return replace(bench.factors(row), **changes)
 
     return make
+
+
+LONG = ("needles", "perplexity")
+SHORT = ("hellaswag", "truthfulqa", "mmlu")
+ALL = (*LONG, *SHORT, "ruler")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,19 +92,18 @@ class Row:
     """The file that says what it is trained on."""
     steps: int = 80
     learning_rate: float = LEARNING_RATE
-    evaluations: tuple[str, ...] = ("needles", "perplexity")
+    evaluations: tuple[str, ...] = LONG
 
 
-ALL = ("needles", "perplexity", "hellaswag", "truthfulqa", "mmlu", "ruler")
 MAIN = {"table": "main-32k", "steps": 153, "evaluations": ALL}
 BOOKS = {"table": "books-32k", "mix": "books-32k", "steps": 153, "evaluations": ALL}
-ABLATION = {"table": "ablations-32k"}
+ABLATION = {"table": "ablations-32k", "steps": 153}  # the main table's rows are what they compare with
 TUNING = {"table": "tuning", "mix": "books-32k", "make": closed("yarn"), "window": "single", "steps": 40}
 LONGEST = {"table": "main-64k", "mix": "mix-64k", "length": 64 * K}
 SINGLE = {"window": "single"}
 DEPTHS = (0.0, 0.5, 0.2, 0.7, 0.4, 0.1, 0.6, 0.3, 0.8, 0.9)
 ROWS: dict[str, Row] = {
-    "base": Row(title="original", table="main-32k", make=None, length=8 * K, steps=0, evaluations=ALL),
+    "base": Row(title="original", table="main-32k", make=None, steps=0, evaluations=ALL),
     "yarn": Row(title="YaRN", make=closed("yarn"), **SINGLE, **MAIN),
     "ntk": Row(title="NTK", make=closed("ntk"), **SINGLE, **MAIN),
     "longrope": Row(title="LongRoPE", make=searched(method="longrope", objective="plain"), **SINGLE, **MAIN),
@@ -111,9 +116,10 @@ ROWS: dict[str, Row] = {
     "ntk-rcd": Row(title="NTK-rcd", make=closed("ntk-rcd"), **SINGLE, **ABLATION),
     "plain": Row(title="plain perplexity as objective", make=searched(objective="plain"), **ABLATION),
     "all": Row(title="all dimensions searched", make=searched(dimensions="all"), **ABLATION),
-    "wide-single": Row(title="no mixed windows", make=same_as("wide"), **SINGLE, **ABLATION),
+    "wide-single": Row(
+        title="no mixed windows", make=same_as("wide"), evaluations=(*LONG, *SHORT), **SINGLE, **ABLATION
+    ),
     "wide-cold": Row(title="temperature 1", make=same_as("wide", long_attention_factor=1.0), **ABLATION),
-    "wide-10m": Row(title="LongRoPE2 (wide)", make=same_as("wide"), **ABLATION),
     "yarn-64k": Row(title="YaRN", make=closed("yarn"), **SINGLE, **LONGEST),
     "wide-64k": Row(title="LongRoPE2 (wide)", make=searched(space="wide"), **LONGEST),
     "tune-1e-4": Row(title="1e-4", learning_rate=1e-4, **TUNING),
@@ -214,16 +220,17 @@ class Bench:
         )
         return str(product)
 
-    def measure(self, name: str, model: str, which: str) -> dict[str, Any]:
+    def measure(self, name: str, model: str, which: str) -> None:
         """One evaluation of a row."""
-        options = evaluation(which, ROWS[name].length)
-        books = str(self.data / "books" / "validation")
-        return evaluate(
+        row = ROWS[name]
+        # The model as it is gets the documents of all others, and with them lengths that it was not made for.
+        options = evaluation(which, row.length) | {"beyond_window": row.make is None}
+        evaluate(
             model,
             output=self.output / name / which,
             name=name,
             data=str(self.data),
-            books=books,
+            books=str(self.data / "books" / "validation"),
             cache=self.output / "samples",
             batch_tokens=BATCH_TOKENS,
             **options,
@@ -233,8 +240,13 @@ class Bench:
         """All of a row, and its file."""
         row = ROWS[name]
         model = self.train(name)
-        results = [self.measure(name, model, which) for which in row.evaluations if only is None or which in only]
-        write_json(self.output / f"{name}.json", self._summary(name, results))
+        for which in row.evaluations:
+            if only is None or which in only:
+                self.measure(name, model, which)
+        found = [self.output / name / which / RESULTS for which in row.evaluations]
+        results = [json.loads(path.read_text(encoding="utf-8")) for path in found if path.exists()]
+        if results:
+            write_json(self.output / f"{name}.json", self._summary(name, results))
 
     def _summary(self, name: str, results: list[dict[str, Any]]) -> dict[str, Any]:
         """All evaluations of a row as one, as `longrope2 compare` takes it, with what it cost."""
