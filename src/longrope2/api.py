@@ -41,7 +41,7 @@ def search_factors(
     config = SearchConfig(target_length=target_length, evolution=EvolutionConfig(**schedule), **options)
     check(config, info.rope)
     with world() as here:
-        return search(load_model(info, device=here.device()), config, None if output is None else Path(output), here)
+        return search(load_model(info, device=here.device()), config, _path(output), here)
 
 
 def train(

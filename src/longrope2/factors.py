@@ -80,7 +80,7 @@ class RescaleFactors:
     @property
     def switches(self) -> bool:
         """Whether short and long sequences are rotated differently."""
-        return self != self.long_everywhere()
+        return (self.short, self.short_attention_factor) != (self.long, self.long_attention_factor)
 
     def long_everywhere(self) -> "RescaleFactors":
         """One RoPE for every sequence, the long one: nothing is left to switch."""

@@ -71,14 +71,13 @@ def _hellaswag(source: Path, folder: Path, notes: list[str]) -> list[Path]:
     path, train = _file(source, "hellaswag_val.jsonl"), _file(source, "hellaswag_train.jsonl")
     if path is None:
         return []
-    splits = {"validation": _rows(path, HELLASWAG)}
+    rows = _rows(path, HELLASWAG)
     if train is not None:
-        return [_describe(folder, "hellaswag", {"train": _rows(train, HELLASWAG), **splits})]
+        return [_describe(folder, "hellaswag", {"train": _rows(train, HELLASWAG), "validation": rows})]
     notes.append("hellaswag: examples come from the validation file, since there is no hellaswag_train.jsonl")
     # As a test split: only from there does the harness keep a question out of its own examples.
-    splits = {"test": splits["validation"]}
     names = {"training_split": None, "validation_split": None, "test_split": "test", "fewshot_split": "test"}
-    return [_describe(folder, "hellaswag", splits, **names)]
+    return [_describe(folder, "hellaswag", {"test": rows}, **names)]
 
 
 def _gsm8k(source: Path, folder: Path, notes: list[str]) -> list[Path]:
