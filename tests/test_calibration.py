@@ -84,9 +84,17 @@ def test_an_interrupted_calibration_goes_on_to_the_same_result(result, tiny, fac
     monkeypatch.setattr(calibration, "_score", lambda *arguments: scored.append(arguments) or score(*arguments))
     assert calibrate(tiny, factors, CONFIG, tmp_path) == result
     assert len(scored) == 3 * 2 * 2
+    renamed = replace(tiny, info=replace(tiny.info, name="elsewhere/tiny"))
+    assert calibrate(renamed, factors, CONFIG, tmp_path) == {**result, "model": "elsewhere/tiny"}
+    assert len(scored) == 3 * 2 * 2
     assert "resuming: 5 scores found" in capsys.readouterr().err
     with pytest.raises(LongRopeError, match="documents: 2 on disk, 3 now"):
         calibrate(tiny, factors, replace(CONFIG, documents=3), tmp_path)
+    (tmp_path / "books").mkdir()
+    for book in list(read_books(held_out=True))[:2]:
+        (tmp_path / "books" / f"{book.title}.txt").write_text(book.text[:20_000])
+    with pytest.raises(LongRopeError, match=r"documents: '.*' on disk"):
+        calibrate(tiny, factors, replace(CONFIG, books=str(tmp_path / "books")), tmp_path)
 
 
 class TestTheRule:

@@ -20,7 +20,7 @@ from longrope2.files import check_writable, package_versions, write_json
 from longrope2.generation.saved import carries_factors, read_factors, store_switch_length
 from longrope2.journal import JournalFile
 from longrope2.models import LoadedModel, check_factors, describe, load, load_tokenizer, weights_fingerprint
-from longrope2.needles import NeedleDocument, check_length, make_needles
+from longrope2.needles import NeedleDocument, check_length, documents_digest, make_needles
 from longrope2.perplexity import Score, Scorer, scoring
 
 FRACTIONS = (0.25, 0.5, 0.75, 0.875, 1.0, 1.25, 1.5, 2.0)
@@ -128,7 +128,8 @@ def calibrate(
     sides = one_sided(factors)
     progress = ProgressLine(sum(map(len, by_length.values())) * len(sides), "calibrate")
     done, points = 0, []
-    header = {**subject, "weights": weights_fingerprint(loaded.info)}
+    documents_made = documents_digest(document for made in by_length.values() for document in made)
+    header = {**subject, "weights": weights_fingerprint(loaded.info), "documents": documents_made}
     with closing(_Journal(output, header)) as journal, scoring(loaded.model, factors) as scorer:
         for length, documents in by_length.items():
             scores: dict[str, list[Score]] = {}

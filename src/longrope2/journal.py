@@ -8,6 +8,10 @@ from typing import Any
 
 from longrope2.errors import LongRopeError, all_problems
 
+NAMES = {"model", "config.books"}
+"""Entries of a header that only name what others identify by its content, weights and documents: a folder may have been
+moved, or its path spelled another way."""
+
 
 class JournalError(LongRopeError):
     """The journal on disk is damaged or belongs to another job."""
@@ -83,20 +87,19 @@ class JournalFile:
                 elif isinstance(kind, str):
                     take(entry)
             except (KeyError, TypeError, ValueError) as error:  # also what is no JSON or no UTF-8
+                mending = "delete that line (it will be computed again)"
+                if number == 1:
+                    mending = "delete the file (that line said whose the others are, so all are computed again)"
                 raise JournalError(
-                    f"{path}: line {number} is damaged",
-                    hint=f"delete that line (it will be computed again), or {self._verb} into another folder",
+                    f"{path}: line {number} is damaged", hint=f"{mending}, or {self._verb} into another folder"
                 ) from error
 
     def _check_header(self, path: Path, found: dict[str, Any], expected: dict[str, Any]) -> None:
         expected = _flat(json.loads(json.dumps(expected)))
         found = _flat({key: value for key, value in found.items() if key != "type"})
-        differences = [
-            f"{key}: {found.get(key)!r} on disk, {expected.get(key)!r} now"
-            for key in sorted(set(found) | set(expected))
-            if found.get(key) != expected.get(key)
-        ]
-        if differences:
+        different = [key for key in sorted(set(found) | set(expected)) if found.get(key) != expected.get(key)]
+        if not NAMES.issuperset(different):
+            differences = [f"{key}: {found.get(key)!r} on disk, {expected.get(key)!r} now" for key in different]
             raise JournalError(
                 all_problems(f"{path} belongs to another {self._job}", differences),
                 hint=f"{self._verb} into another folder, or delete this one",

@@ -1,5 +1,7 @@
 """Books → seeded needle documents of exactly the wanted length, with the answer's tokens marked."""
 
+import hashlib
+import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -162,6 +164,12 @@ def make_needles(
             "books serve more than once, each time from another start"
         )
     return documents
+
+
+def documents_digest(documents: Iterable[NeedleDocument]) -> str:
+    """A hash that tells some documents from others, wherever their books came from."""
+    content = json.dumps([document.token_ids for document in documents])
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 def check_length(tokenizer: "PreTrainedTokenizerBase", length: int, *, around: int = 0) -> None:

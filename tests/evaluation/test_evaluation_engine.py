@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from longrope2.evaluation.backend import Span
 from longrope2.evaluation.engine import Engine, Journal, plan_answers, plan_scores
 from longrope2.evaluation.samples import Sample
 from longrope2.journal import JournalError
+from longrope2.models import ASSETS
 from longrope2.perplexity import Score
 
 ALONE = World(process=0, num_processes=1, local_process=0)
@@ -262,6 +264,15 @@ def test_kill_9_and_go_on(reference, tmp_path):
     assert not (tmp_path / "results.json").exists()
     in_this_process(*OPTIONS, "-o", tmp_path)
     same_results(tmp_path, reference)
+
+
+def test_a_model_that_was_moved_is_the_same_model(reference, tmp_path):
+    folder = shutil.copytree(reference, tmp_path / "out")
+    model = shutil.copytree(ASSETS / "tiny", tmp_path / "moved")
+    before = (folder / "generations.jsonl").read_bytes()
+    in_this_process(*(str(model) if option == "tiny" else option for option in OPTIONS), "-o", folder)
+    assert (folder / "generations.jsonl").read_bytes() == before
+    same_results(folder, reference)
 
 
 def test_two_processes_give_the_same_scores(reference, tmp_path):

@@ -24,7 +24,7 @@ from longrope2.distributed import World, world
 from longrope2.errors import LongRopeError
 from longrope2.factors import RescaleFactors
 from longrope2.methods import METHODS
-from longrope2.models import ASSETS, load
+from longrope2.models import ASSETS, describe, load
 from longrope2.needles import make_needles
 from longrope2.perplexity import Score, Scorer
 from longrope2.rotary import rescaled
@@ -304,18 +304,32 @@ def test_running_again_computes_nothing_and_changes_nothing(reference, tmp_path,
         return score(self, factors, documents)
 
     monkeypatch.setattr(Scorer, "__call__", counting)
+    model = shutil.copytree(ASSETS / "tiny", tmp_path / "moved")  # the same weights in another place
     code, output, error = command_line(
-        monkeypatch, capsys, "search", "tiny", *OPTIONS, "-o", folder, "--json"
+        monkeypatch, capsys, "search", model, *OPTIONS, "-o", folder, "--json"
     )  # fmt: skip
     assert code == 0, error
     assert TARGET not in asked  # only the model's own window is tried again
-    for name in ("factors.json", "history.jsonl"):
-        assert (folder / name).read_bytes() == (reference / name).read_bytes()
+    assert (folder / "history.jsonl").read_bytes() == (reference / "history.jsonl").read_bytes()
+    assert RescaleFactors.load(folder / "factors.json").long == RescaleFactors.load(reference / "factors.json").long
     again = result(folder)
     assert json.loads(output) == again
     assert again["resumed_evaluations"] == len(evaluations(reference))
     different = {key for key, value in again.items() if value != result(reference)[key]}
-    assert different == {"resumed_evaluations", "seconds"}
+    assert different == {"model", "resumed_evaluations", "seconds"}
+
+
+def test_a_journal_of_another_model_is_refused(reference, tiny, tmp_path):
+    folder = shutil.copytree(reference, tmp_path / "out")
+    model = shutil.copytree(ASSETS / "tiny", tmp_path / "tiny")
+    content = bytearray((model / "model.safetensors").read_bytes())
+    content[len(content) // 2 :] = bytes(len(content) - len(content) // 2)
+    (model / "model.safetensors").write_bytes(content)
+    other = replace(tiny, info=describe(model))
+    config = SearchConfig(target_length=TARGET, documents=DOCUMENTS, evolution=EvolutionConfig(**SCHEDULE))
+    with pytest.raises(LongRopeError, match=r"another search: 2 problems\n  - model: 'tiny' on disk") as caught:
+        search(other, config, folder, ALONE)
+    assert "- weights: 'sha256:" in str(caught.value)
 
 
 def test_a_journal_of_another_seed_is_refused(reference, tmp_path, monkeypatch, capsys):

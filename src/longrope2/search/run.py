@@ -1,6 +1,5 @@
 """A search from a model and books to a folder of results; resumable, on one process or many."""
 
-import hashlib
 import json
 import math
 import time
@@ -21,7 +20,7 @@ from longrope2.figures import draw_convergence, draw_factors
 from longrope2.files import package_versions, write_json
 from longrope2.methods import METHODS, rescale
 from longrope2.models import LoadedModel, describe, load, weights_fingerprint
-from longrope2.needles import NeedleDocument, make_needles
+from longrope2.needles import NeedleDocument, documents_digest, make_needles
 from longrope2.perplexity import Objective, Score, Scorer, scoring, total
 from longrope2.rope import RopeSpec
 from longrope2.search.evolution import EvolutionConfig, Progress, evolve
@@ -270,14 +269,13 @@ def _held_out_documents(
 
 def _header(loaded: LoadedModel, config: SearchConfig, documents: Sequence[NeedleDocument]) -> dict[str, Any]:
     """What must agree for a journal's evaluations to be worth anything here."""
-    content = json.dumps([document.token_ids for document in documents])
     return {
         "version": __version__,
         "model": loaded.info.name,
         "revision": loaded.info.revision,
         "weights": weights_fingerprint(loaded.info),
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
-        "documents": hashlib.sha256(content.encode()).hexdigest()[:16],
+        "documents": documents_digest(documents),
         "config": asdict(config),
     }
 
