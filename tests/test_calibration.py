@@ -135,7 +135,7 @@ class TestTheRule:
 
 class TestTheCommand:
     def options(self, **changes):
-        options = {"output": None, "store": False, "as_json": False, "documents": 2, "lengths": (192, 288)}
+        options = {"output": None, "store": False, "as_json": False, "documents": 5, "lengths": (192, 288)}
         return {"factors_file": None, **options, **changes}
 
     def test_files_and_the_stored_length(self, tiny, factors, tmp_path, capsys, monkeypatch):
@@ -159,7 +159,8 @@ class TestTheCommand:
         ("changes", "message"),
         [
             ({"lengths": (2048,)}, r"lengths \[2048\] are beyond the target length 1024"),
-            ({"documents": 1}, "documents must be at least 2, got 1"),
+            ({"documents": 1}, "documents must lie from 2 to 4096, got 1\nhint: see"),
+            ({"documents": 4}, r"documents must be at least as many as depths \(5\), got 4"),
             ({"store": True}, "--store writes into the config.json of a folder that has its own factors"),
             ({"factors_file": None}, "no factors were given, and tiny has none of its own\nhint: pass --factors FILE"),
             ({"output": Path(__file__)}, "test_calibration.py/calibration.json: cannot be written"),
@@ -180,11 +181,11 @@ class TestTheCommand:
 
     def test_a_named_length_must_hold_a_document(self, tiny, factors):
         with pytest.raises(DataError, match="no room for its sentences"):
-            calibrate(tiny, factors, CalibrationConfig(lengths=(64,), documents=2))
+            calibrate(tiny, factors, CalibrationConfig(lengths=(64,), documents=5))
 
     def test_books_that_are_not_there_are_no_matter_of_length(self, tiny, factors, capsys):
         with pytest.raises(DataError, match="'nowhere' is neither a file or folder"):
-            calibrate(tiny, factors, CalibrationConfig(books="nowhere", documents=2))
+            calibrate(tiny, factors, CalibrationConfig(books="nowhere"))
         assert capsys.readouterr().err == ""
 
     def test_results_are_shown_even_if_they_cannot_be_kept(self, result, tmp_path, capsys, monkeypatch):

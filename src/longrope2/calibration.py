@@ -13,14 +13,22 @@ import torch
 
 from longrope2.books import read_books
 from longrope2.console import ProgressLine, say, show_json, show_table, warn
-from longrope2.errors import DataError, FactorsError, LongRopeError, MissingExtraError, all_problems, below_minimum
+from longrope2.errors import (
+    DataError,
+    FactorsError,
+    LongRopeError,
+    MissingExtraError,
+    all_problems,
+    below_minimum,
+    out_of_range,
+)
 from longrope2.factors import RescaleFactors
 from longrope2.figures import draw_calibration
 from longrope2.files import check_writable, package_versions, write_json
 from longrope2.generation.saved import carries_factors, read_factors, store_switch_length
 from longrope2.journal import JournalFile
 from longrope2.models import LoadedModel, check_factors, describe, load, load_tokenizer, weights_fingerprint
-from longrope2.needles import NeedleDocument, check_length, documents_digest, make_needles
+from longrope2.needles import MOST_DOCUMENTS, NeedleDocument, check_length, documents_digest, make_needles
 from longrope2.perplexity import Score, Scorer, scoring
 
 FRACTIONS = (0.25, 0.5, 0.75, 0.875, 1.0, 1.25, 1.5, 2.0)
@@ -47,12 +55,14 @@ class CalibrationConfig:
 
     def check(self, target_length: int, tokenizer: Any) -> None:
         """Refuse what cannot be measured."""
-        problems = below_minimum(self, documents=2, seed=0)
+        problems = below_minimum(self, seed=0) + out_of_range(self, documents=(2, MOST_DOCUMENTS))
+        if 2 <= self.documents < len(self.depths):
+            problems.append(f"documents must be at least as many as depths ({len(self.depths)}), got {self.documents}")
         beyond = [length for length in self.lengths or () if length > target_length]
         if beyond:
             problems.append(f"lengths {beyond} are beyond the target length {target_length} of the factors")
         if problems:
-            raise LongRopeError(all_problems("calibration", problems))
+            raise LongRopeError(all_problems("calibration", problems), hint="see `longrope2 calibrate --help`")
         read_books(self.books, held_out=True)  # refuses what is not there, and reads nothing yet
         if self.lengths:
             check_length(tokenizer, min(self.lengths))

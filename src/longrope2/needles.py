@@ -30,6 +30,8 @@ _NOUNS = """
     tunnel turnip velvet violin walnut willow"""
 ADJECTIVES = tuple(_ADJECTIVES.split())
 NOUNS = tuple(_NOUNS.split())
+MOST_DOCUMENTS = len(ADJECTIVES) * len(NOUNS)
+"""Each document of a set has its own key."""
 ATTEMPTS = 12
 # After so many failed draws a document leaves its own book for the next one.
 ATTEMPTS_IN_OWN_BOOK = 4
@@ -184,14 +186,14 @@ def _check_arguments(count: int, seed: int, depths: Sequence[float] | str, value
     limits = (("count", count, 1), ("seed", seed, 0), ("value_digits", value_digits, 1))
     problems = [f"{name} must be at least {least}, got {seen}" for name, seen, least in limits if seen < least]
     # No two documents of a call share a key or a value.
-    most = min(len(ADJECTIVES) * len(NOUNS), 9 * 10 ** (max(value_digits, 1) - 1))
+    most = min(MOST_DOCUMENTS, 9 * 10 ** (max(value_digits, 1) - 1))
     if count > most:
         problems.append(f"count must be at most {most} with {value_digits} value_digits, got {count}")
     numbers = () if isinstance(depths, str) else depths
     if depths != "uniform" and not (numbers and all(0.0 <= number <= 1.0 for number in numbers)):
         problems.append(f'depth must be one or more numbers from 0 to 1, or "uniform", got {depths!r}')
     if problems:
-        raise DataError(all_problems("needle documents", problems))
+        raise DataError(all_problems("needle documents", problems), hint="see help(longrope2.needles.make_needles)")
 
 
 def opens_with_bos(tokenizer: "PreTrainedTokenizerBase") -> bool:

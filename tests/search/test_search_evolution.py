@@ -401,7 +401,7 @@ def test_every_problem_of_a_schedule_is_named():
         "mutations must be at least 0, got -1",
         "crossovers must be at least 0, got -2",
         "seed must be at least 0, got -3",
-        "race_confidence must not be negative, got -0.1",
+        "race_confidence must lie from 0 to 1000, got -0.1",
     ]
     assert EvolutionConfig(mutations=0, crossovers=0).problems() == ["an iteration needs mutations or crossovers"]
     assert EvolutionConfig(mutations=0, crossovers=0, iterations=0).problems() == []

@@ -28,8 +28,9 @@ from longrope2.models import ASSETS, describe, load
 from longrope2.needles import make_needles
 from longrope2.perplexity import Score, Scorer
 from longrope2.rotary import rescaled
+from longrope2.search import run as search_run
 from longrope2.search.evolution import EvolutionConfig
-from longrope2.search.run import SearchConfig, search
+from longrope2.search.run import RANGES, SearchConfig, check, search
 
 ALONE = World(process=0, num_processes=1, local_process=0)
 SCHEDULE = {"population": 6, "parents": 3, "iterations": 2, "mutations": 1, "crossovers": 1}
@@ -562,17 +563,46 @@ def test_wrong_options_are_all_named_at_once(monkeypatch, capsys, tmp_path):
     for message in (
         "search configuration: 7 problems",
         "population must be at least 1, got 0",
-        "documents must be at least 1, got 0",
+        "documents must lie from 1 to 4096, got 0",
         "depth must lie between 0 and 1, got 2.0",
         "mutation_probability must lie in (0, 1], got 0.0",
-        "grid must be positive, got 0.0",
-        "bounds must satisfy 0 < lower ≤ upper, got 3.0 and 2.0",
-        "attention_factor must be positive, got 0.0",
+        "grid must lie from 1e-06 to 0.25, got 0.0",
+        "lower must not be above upper, got 3.0 and 2.0",
+        "attention_factor must lie from 0.01 to 100, got 0.0",
+        "hint: see `longrope2 search --help`",
     ):
         assert message in error
     assert "Traceback" not in error
     assert output == ""
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {name: value}
+        for name in ("lower", "upper", "grid", "attention_factor", "mutation_probability", "race_confidence", "depth")
+        for value in (math.nan, math.inf, 1e300, -1.0)
+    ]
+    + [{"grid": 1e-320}, {"documents": 5000}, {"held_out": 5000}, {"depth": ()}, {"depth": []}]
+    + [{"documents": 2, "depth": (0, 0.5, 1)}, {"held_out": 1, "depth": (0, 1)}],
+)
+def test_what_would_overflow_or_be_left_out_is_refused(options, tiny):
+    evolution = EvolutionConfig(**{name: options.pop(name) for name in ("race_confidence",) if name in options})
+    config = SearchConfig(target_length=512, evolution=evolution, **options)
+    with pytest.raises(LongRopeError, match=next(iter(options), "race_confidence")) as caught:
+        check(config, tiny.info.rope)
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("ends", range(2))
+@pytest.mark.parametrize("method", ["longrope2", "longrope"])
+def test_the_ends_of_what_is_allowed_can_be_searched(ends, method, tiny, books, tmp_path):
+    values = {name: RANGES[name][ends] for name in ("lower", "upper", "grid", "attention_factor")}
+    objective = "plain" if method == "longrope" else "needle"
+    evolution = EvolutionConfig(population=4, iterations=1, mutations=4, crossovers=1, race_confidence=1000 * ends)
+    config = small_config(books, method=method, objective=objective, evolution=evolution, **values)
+    search(tiny, config, tmp_path, ALONE).check_fits(tiny.info.rope)
 
 
 def test_a_right_configuration_has_no_problems():
@@ -583,6 +613,7 @@ def test_a_right_configuration_has_no_problems():
     ("options", "message"),
     [
         (["--target-length", 256], "target length 256 is not above the trained window of 256"),
+        (["--original-length", 6], "the original length must be at least 7 tokens, got 6\nhint: see"),
         (["--method", "longrope", "--objective", "needle"], "method longrope is defined with objective plain"),
         (["--method", "longrope", "--space", "wide"], "method longrope is defined with objective plain"),
         (["--space", "wide", "--dimensions", "all"], "space wide shapes the left side itself"),
@@ -595,6 +626,8 @@ def test_a_right_configuration_has_no_problems():
     ],
 )
 def test_wrong_input_is_one_message_and_exit_code_2(options, message, tmp_path, monkeypatch, capsys):
+    if "--books" not in options and "-o" not in options:
+        monkeypatch.setattr(search_run, "load", lambda *_, **__: pytest.fail("weights were loaded"))
     (tmp_path / "SHORT").mkdir()
     (tmp_path / "SHORT" / "short.txt").write_text("Call me Ishmael. " * 9)
     (tmp_path / "EMPTY").mkdir()

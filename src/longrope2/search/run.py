@@ -14,13 +14,13 @@ from longrope2 import __version__
 from longrope2.books import read_books
 from longrope2.console import ProgressLine, say, show_json, show_table, warn
 from longrope2.distributed import World, world
-from longrope2.errors import LongRopeError, MissingExtraError, all_problems, below_minimum
+from longrope2.errors import LongRopeError, MissingExtraError, all_problems, out_of_range
 from longrope2.factors import RescaleFactors
 from longrope2.figures import draw_convergence, draw_factors
 from longrope2.files import package_versions, write_json
 from longrope2.methods import METHODS, rescale
 from longrope2.models import LoadedModel, describe, load, weights_fingerprint
-from longrope2.needles import NeedleDocument, documents_digest, make_needles
+from longrope2.needles import MOST_DOCUMENTS, NeedleDocument, documents_digest, make_needles
 from longrope2.perplexity import Objective, Score, Scorer, scoring, total
 from longrope2.rope import RopeSpec
 from longrope2.search.evolution import EvolutionConfig, Progress, evolve
@@ -33,6 +33,15 @@ HELD_OUT_SEED = 1_000_000
 """How far the seed of held-out documents lies from that of the searched ones."""
 FAILING_NLL = 1.0
 """Nats per answer token above which a model does not retrieve."""
+RANGES = {
+    "documents": (1, MOST_DOCUMENTS),
+    "held_out": (0, MOST_DOCUMENTS),
+    "lower": (0.01, 1000.0),
+    "upper": (0.01, 1000.0),
+    "grid": (1e-6, 0.25),
+    "attention_factor": (0.01, 100.0),
+}
+"""What may be searched: far more than is sensible, and nothing that overflows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,17 +77,19 @@ class SearchConfig:
 
     def problems(self) -> list[str]:
         """What is wrong with it, in words."""
-        found = self.evolution.problems() + below_minimum(self, documents=1, held_out=0)
+        found = self.evolution.problems() + out_of_range(self, **RANGES)
         depths = [self.depth] if isinstance(self.depth, int | float) else self.depth
         found += [f"depth must lie between 0 and 1, got {depth}" for depth in depths if not 0 <= depth <= 1]
+        if not depths:
+            found.append("depth must name one place or more, got none")
+        few = [name for name in ("documents", "held_out") if 0 < getattr(self, name) < len(depths)]
+        found += [
+            f"{name} must be at least as many as depths ({len(depths)}), got {getattr(self, name)}" for name in few
+        ]
         if not 0 < self.mutation_probability <= 1:
             found.append(f"mutation_probability must lie in (0, 1], got {self.mutation_probability}")
-        if self.grid <= 0:
-            found.append(f"grid must be positive, got {self.grid}")
-        if not 0 < self.lower <= self.upper:
-            found.append(f"bounds must satisfy 0 < lower ≤ upper, got {self.lower} and {self.upper}")
-        if self.attention_factor is not None and not self.attention_factor > 0:
-            found.append(f"attention_factor must be positive, got {self.attention_factor}")
+        if self.lower > self.upper:
+            found.append(f"lower must not be above upper, got {self.lower} and {self.upper}")
         if self.method == "longrope" and (self.space, self.objective) != ("paper", "plain"):
             found.append("method longrope is defined with objective plain and space paper")
         if self.space == "wide" and self.dimensions == "all":
@@ -89,8 +100,10 @@ class SearchConfig:
 def check(config: SearchConfig, spec: RopeSpec) -> RescaleFactors:
     """Refuse what cannot be searched; returns the untouched model's factors, which every search starts from."""
     problems = config.problems()
+    if spec.original_length <= 2 * math.pi:  # where NTK, and with it a first population, is not defined
+        problems.append(f"the original length must be at least 7 tokens, got {spec.original_length}")
     if problems:
-        raise LongRopeError(all_problems("search configuration", problems))
+        raise LongRopeError(all_problems("search configuration", problems), hint="see `longrope2 search --help`")
     return rescale("none", spec, config.target_length)  # also refuses a target within the window
 
 
