@@ -26,6 +26,7 @@ WRONG = {
     'path = "recall"': ('path = "texts"\nname = "b"', "go together"),
     "population = 2": ("population = 0", "search: population must be at least 1"),
     "[search]\n": ('[search]\nbooks = "nosuch"\n', "search: 'nosuch' is neither a file"),
+    "[search]": ("[search]\ndepth = []", "search: depth must name one place or more, got none"),
     "target_length = 512": ("target_length = 200", "not above the trained window"),
     'methods = ["yarn"]': ('methods = ["yarn", "yarn"]', "method 'yarn' is named twice"),
     "lengths = [512]\ndocuments": ("lengths = [8]\ndocuments", "data: recall documents: lengths must be at least 64"),
@@ -80,7 +81,7 @@ def test_all_problems_of_all_stages_are_in_one_message(recipe, tmp_path):
     ("search", "export", "message"),
     [
         ("", 'dtype = "q8_0"', "dtype q8_0 is a format of GGUF"),
-        ("", 'dtype = "int4"', "export: dtype must not be 'int4'"),
+        ("", 'dtype = "int4"', 'export: dtype must be "float32" or "float16"'),
         ("attention_factor = 1.2", "fold_temperature = true", "differ, and weights can hold only one"),
         ('space = "wide"', "fold_temperature = true", "space wide searches one for long sequences alone"),
         ("attention_factor = 1.2", 'fold_temperature = true\nprofile = "static-long"', None),

@@ -1,5 +1,6 @@
 """Recipes: the presets are whole and the paper's, and a wrong one is refused with everything that is wrong."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -92,13 +93,19 @@ WRONG = """
 target_length = "far"
 colour = 1
 methods = ["yarm"]
+description = 2024-01-01
 evaluate = 3
 [search]
 popualtion = 3
 documents = "ten"
+upper = inf
+space = "narrow"
+depth = ["start"]
 [train]
 learning_rate = true
 lora = 1.5
+betas = [0.9]
+compiled = 1
 [[source]]
 weight = 2
 [[bucket]]
@@ -115,18 +122,27 @@ def test_everything_that_is_wrong_is_named(tmp_path):
     message = str(caught.value)
     for part in (
         "unknown key 'colour'",
-        "target_length must be int, got 'far'",
+        'target_length must be a whole number, got "far"',
+        'description must be a text in quotes, got "2024-01-01"',
         "evaluate must be a list of tables ([[evaluate]]), got 3",
         "search: unknown key 'popualtion', did you mean 'population'?",
-        "search: documents must not be 'ten'",
-        "train: learning_rate must not be True",
-        "train: lora must not be 1.5",
+        'search: documents must be a whole number, got "ten"',
+        "search: upper must be a number, got Infinity",
+        'search: space must be "paper" or "wide", got "narrow"',
+        'search: depth must be a number or a list in brackets, each a number, got ["start"]',
+        "train: learning_rate must be a number, got true",
+        "train: lora must be a whole number, got 1.5",
+        "train: betas must be a list of 2 in brackets, each a number, got [0.9]",
+        "train: compiled must be true or false, got 1",
         "source 1: path is missing",
-        "bucket 1: up_to must not be '8k'",
-        "export: formats must not be ('onnx',)",
+        'bucket 1: up_to must be a whole number, got "8k"',
+        'export: formats must be a list in brackets, each "huggingface" or "gguf", got ["onnx"]',
         "method 'yarm' is not known",
     ):
         assert part in message
+    (tmp_path / "r.toml").write_text('methods = "yarn"')
+    with pytest.raises(LongRopeError, match='methods must be a list in brackets, each a text in quotes, got "yarn"'):
+        read_recipe(tmp_path / "r.toml")
 
 
 def test_unreadable_recipes(tmp_path):
@@ -148,6 +164,7 @@ def test_unreadable_recipes(tmp_path):
         ((1, "a"), tuple[int, ...], False), ((0.9, 0.95), tuple[float, float], True),
         ((1.0,), tuple[float, float], False),
         (3, tuple[int, ...], False), ("x", str, True),
+        (math.nan, float, False), (-math.inf, float | None, False), (10**400, int, True),
     ],
 )  # fmt: skip
 def test_values_conform_to_the_types_of_fields(value, hint, expected):

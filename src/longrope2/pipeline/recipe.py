@@ -1,6 +1,8 @@
 """A recipe: everything that decides an extension, in one TOML file; some come with the package."""
 
 import difflib
+import json
+import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
@@ -167,7 +169,7 @@ def _checked(values: Table, where: str) -> Table:
         hint = Table if key in tables and not _is_list(key) else top[key]
         checked[key] = _as_tuples(value)
         if not conforms(checked[key], hint):
-            problems.append(f"{key} must be {_in_words(key, hint)}, got {value!r}")
+            problems.append(f"{key} must be {_table_in_words(key, hint)}, got {_in_toml(value)}")
             continue
         for number, table in enumerate(checked[key] if _is_list(key) else [checked[key]] if key in tables else []):
             subject = f"{key} {number + 1}" if _is_list(key) else key
@@ -202,7 +204,7 @@ def _wrong_entries(subject: str, table: Table, hints: Mapping[str, Any]) -> list
             near = difflib.get_close_matches(name, hints, n=1)
             problems.append(f"{subject}: unknown key {name!r}" + (f", did you mean {near[0]!r}?" if near else ""))
         elif not conforms(value, hints[name]):
-            problems.append(f"{subject}: {name} must not be {value!r}")
+            problems.append(f"{subject}: {name} must be {_in_words(hints[name])}, got {_in_toml(value)}")
     return problems
 
 
@@ -224,8 +226,9 @@ def conforms(value: Any, hint: Any) -> bool:
     if origin is dict:
         return isinstance(value, dict)
     if hint in (float, int):
-        # True is an int in Python, but not here; a whole number may stand for a real one.
-        return isinstance(value, (int, float) if hint is float else int) and not isinstance(value, bool)
+        # True is an int in Python, but not here; a whole number may stand for a real one, and nan for none.
+        kinds = (int, float) if hint is float else int
+        return isinstance(value, kinds) and not isinstance(value, bool) and -math.inf < value < math.inf
     return value is None if hint is NoneType else isinstance(value, hint)
 
 
@@ -237,7 +240,25 @@ def _as_tuples(value: Any) -> Any:
     return value
 
 
-def _in_words(key: str, hint: Any) -> str:
+def _table_in_words(key: str, hint: Any) -> str:
     if _is_list(key):
         return f"a list of tables ([[{key}]])"
-    return f"a table ([{key}])" if hint == Table else getattr(hint, "__name__", str(hint))
+    return f"a table ([{key}])" if hint == Table else _in_words(hint)
+
+
+def _in_words(hint: Any) -> str:
+    """What a type allows, as one writes it in TOML."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return " or ".join(dict.fromkeys(_in_words(part) for part in parts if part is not NoneType))
+    if origin is Literal:
+        return " or ".join(map(_in_toml, parts))
+    if origin is tuple:
+        size = "" if parts[-1] is Ellipsis else f" of {len(parts)}"
+        return f"a list{size} in brackets, each {_in_words(parts[0])}"
+    words = {bool: "true or false", int: "a whole number", float: "a number", str: "a text in quotes"}
+    return words.get(hint, "a table")
+
+
+def _in_toml(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
