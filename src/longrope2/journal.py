@@ -80,7 +80,7 @@ class JournalFile:
         # By the line feed alone: a name in the header may hold other characters that Python ends lines at.
         for number, line in enumerate(content[:whole].split(b"\n")[:-1], 1):
             try:
-                entry = json.loads(line.decode("utf-8"))
+                entry = json.loads(line.decode("utf-8"), parse_constant=_no_number)
                 kind = entry["type"]
                 if number == 1:
                     self._check_header(path, entry, header)
@@ -104,6 +104,10 @@ class JournalFile:
                 all_problems(f"{path} belongs to another {self._job}", differences),
                 hint=f"{self._verb} into another folder, or delete this one",
             )
+
+
+def _no_number(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Whether a value from a JSON file has the shape that its reader relies on."""
 
+import math
 from types import UnionType
 from typing import Any
 
@@ -30,6 +31,8 @@ def misfit(value: Any, shape: Any, where: str = "") -> str | None:
 def _is_a(value: Any, kind: type | UnionType) -> bool:
     if isinstance(value, bool):  # an int in Python, but not in JSON
         return kind is bool
+    if isinstance(value, float) and not math.isfinite(value):  # which JSON has not, but Python reads
+        return False
     # A whole number may stand for a real one.
     return isinstance(value, kind) or (isinstance(value, int) and isinstance(0.0, kind))
 

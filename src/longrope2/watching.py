@@ -16,6 +16,7 @@ from longrope2.training.progress import read_log
 
 RECENT = 20
 """Steps whose mean time tells when training will end."""
+DAY = 24 * 60 * 60
 JOURNAL = {
     "header": {"config": {"documents": int, "evolution": {"iterations": int}}},
     "candidate": {"iteration": int},
@@ -173,8 +174,8 @@ def run_watch(folder: Path, *, once: bool, every: float) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    if every <= 0:
-        raise LongRopeError(f"--every must be positive, got {every}")
+    if not 0 < every <= DAY:
+        raise LongRopeError(f"--every must be above 0 and at most {DAY} seconds, got {every}", hint="leave it out: 2")
     views = look(folder)
     console = Console(highlight=False)
     if once:

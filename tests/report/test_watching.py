@@ -123,5 +123,7 @@ def test_wrong_input(tmp_path):
     with pytest.raises(LongRopeError, match="no run of `longrope2 extend` there"):
         look(tmp_path)
     make_run(tmp_path / "run", stages=())
-    with pytest.raises(LongRopeError, match="--every must be positive"):
-        cli.main(["watch", str(tmp_path / "run"), "--every", "0"], standalone_mode=False)
+    for seconds in ("0", "-1", "nan", "inf", "1e300"):
+        with pytest.raises(LongRopeError, match="--every must be above 0 and at most 86400 seconds") as caught:
+            cli.main(["watch", str(tmp_path / "run"), "--every", seconds], standalone_mode=False)
+        assert caught.value.hint

@@ -105,6 +105,8 @@ WRONG_OBJECTS = [
     b'{"type": "evaluation", "key": "k", "document": "first", "nll": 1.0}',
     b'{"type": "evaluation", "key": "k", "document": 0, "nll": "low"}',
     b'{"type": "evaluation", "key": "k", "document": 0, "nll": [1]}',
+    b'{"type": "evaluation", "key": "k", "document": 0, "nll": NaN}',
+    b'{"type": "evaluation", "key": "k", "document": 0, "nll": -Infinity}',
     b'{"type": "candidate"}',
 ]
 

@@ -84,7 +84,9 @@ def _read(folder: Path) -> dict[str, Any]:
             f"{path}: cannot be read ({error.strerror})", hint="give the folder of a finished `longrope2 evaluate`"
         ) from error
     except ValueError as error:
-        raise DataError(f"{path}: not the results of an evaluation", hint="evaluate again into that folder") from error
+        raise DataError(
+            f"{path}: not the results of an evaluation ({error})", hint="evaluate again into that folder"
+        ) from error
     if unknown:
         warn(f"{path}: left out, since this release has no such suite: {', '.join(unknown)}")
     return result

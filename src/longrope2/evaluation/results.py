@@ -58,6 +58,8 @@ def grid_misfit(grid: Any) -> str | None:
     """What is wrong with a grid that was read from a file; None if nothing is."""
     if problem := misfit(grid, GRID):
         return problem
+    if not grid["lengths"] or not grid["depths"]:
+        return "a grid without lengths or depths"
     whole = [len(row) for row in grid["cells"]] == [len(grid["lengths"])] * len(grid["depths"])
     return None if whole else "cells are not as many as lengths and depths"
 
