@@ -12,7 +12,7 @@ from longrope2.evaluation.results import Outcome, accuracy, answered
 from longrope2.evaluation.ruler.prompt import chat_frame
 from longrope2.evaluation.samples import Sample, encode
 from longrope2.evaluation.suites import Setup, Suite
-from longrope2.needles import PAPER_TEMPLATE, NeedleDocument, make_needles
+from longrope2.needles import MOST_DOCUMENTS, PAPER_TEMPLATE, NeedleDocument, make_needles
 
 DEPTHS = tuple(tenth / 10 for tenth in range(11))
 RUNS = 10
@@ -111,4 +111,4 @@ def _grid(cells: dict[int, dict[float, list[float]]]) -> dict[str, Any]:
     }
 
 
-SUITE = Suite(name=NAME, tasks=(NAME,), run=run, check_length=check_length)
+SUITE = Suite(name=NAME, tasks=(NAME,), run=run, most_samples=MOST_DOCUMENTS // len(DEPTHS), check_length=check_length)

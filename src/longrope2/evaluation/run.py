@@ -75,10 +75,14 @@ class EvaluationConfig:
             problems.append(f"no suite is named; there are {', '.join(SUITES)}")
         if self.seed < 0:
             problems.append(f"seed must be at least 0, got {self.seed}")
+        for name in self.suites:
+            most = SUITES[name].most_samples if name in SUITES else None
+            if most is not None and (self.samples or 0) > most:
+                problems.append(f"samples must be at most {most} for {name}, got {self.samples}")
         if self.data_path is not None and not self.data_path.is_dir():
             problems.append(f"{self.data}: no such folder")
         if problems:
-            raise LongRopeError(all_problems("evaluation", problems))
+            raise LongRopeError(all_problems("evaluation", problems), hint="see `longrope2 evaluate --help`")
         if self.books is not None:
             read_books(self.books)  # refuses what is not there, and reads nothing yet
         chosen("suite", self.suites, SUITES)

@@ -61,6 +61,8 @@ class Suite:
     run: Callable[[Setup, Engine], Outcome]
     any_task: bool = False
     """Whether it takes names beyond `tasks`."""
+    most_samples: int | None = None
+    """Where it cannot make as many as are asked for."""
     check_length: Callable[[Any, int, bool], None] | None = None
     """Given tokenizer, length and chat, raises DataError for a length without room for a sample; before any runs."""
     find_files: Callable[[Path | None, Sequence[str]], object] | None = None
