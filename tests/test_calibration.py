@@ -14,6 +14,7 @@ from longrope2 import calibration
 from longrope2.books import read_books
 from longrope2.calibration import TOLERANCE, CalibrationConfig, calibrate, conclusion, recommend, run_calibrate
 from longrope2.errors import DataError, LongRopeError
+from longrope2.files import only_one
 from longrope2.generation import load as load_switching
 from longrope2.methods import rescale
 from longrope2.models import describe, load
@@ -88,6 +89,8 @@ def test_an_interrupted_calibration_goes_on_to_the_same_result(result, tiny, fac
     assert calibrate(renamed, factors, CONFIG, tmp_path) == {**result, "model": "elsewhere/tiny"}
     assert len(scored) == 3 * 2 * 2
     assert "resuming: 5 scores found" in capsys.readouterr().err
+    with only_one(tmp_path, "", hint=""), pytest.raises(LongRopeError, match="another process is calibrating there"):
+        calibrate(tiny, factors, CONFIG, tmp_path)
     with pytest.raises(LongRopeError, match="documents: 2 on disk, 3 now"):
         calibrate(tiny, factors, replace(CONFIG, documents=3), tmp_path)
     (tmp_path / "books").mkdir()

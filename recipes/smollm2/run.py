@@ -22,7 +22,7 @@ import torch
 from longrope2 import RescaleFactors, evaluate, rescale, search_factors, train
 from longrope2.data.plan_command import run_plan
 from longrope2.data.recall import RecallConfig, write_recall
-from longrope2.evaluation.run import RESULTS
+from longrope2.evaluation.results import RESULTS
 from longrope2.files import write_json
 from longrope2.models import describe, load, load_tokenizer
 from longrope2.training.progress import LOG, read_log

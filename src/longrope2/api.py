@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from longrope2.distributed import world
-from longrope2.evaluation.run import RESULTS, run_evaluation
+from longrope2.evaluation.results import RESULTS
+from longrope2.evaluation.run import run_evaluation
 from longrope2.export.config import Profile
 from longrope2.export.engines import Format
 from longrope2.export.run import export

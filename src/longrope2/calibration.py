@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -24,7 +24,7 @@ from longrope2.errors import (
 )
 from longrope2.factors import RescaleFactors
 from longrope2.figures import draw_calibration
-from longrope2.files import check_writable, package_versions, write_json
+from longrope2.files import check_writable, only_one, package_versions, write_json
 from longrope2.generation.saved import carries_factors, read_factors, store_switch_length
 from longrope2.journal import JournalFile
 from longrope2.models import LoadedModel, check_factors, describe, load, load_tokenizer, weights_fingerprint
@@ -140,7 +140,10 @@ def calibrate(
     done, points = 0, []
     documents_made = documents_digest(document for made in by_length.values() for document in made)
     header = {**subject, "weights": weights_fingerprint(loaded.info), "documents": documents_made}
-    with closing(_Journal(output, header)) as journal, scoring(loaded.model, factors) as scorer:
+    alone: AbstractContextManager[None] = nullcontext()
+    if output is not None:
+        alone = only_one(output, "another process is calibrating there", hint="wait for it, or use another folder")
+    with alone, closing(_Journal(output, header)) as journal, scoring(loaded.model, factors) as scorer:
         for length, documents in by_length.items():
             scores: dict[str, list[Score]] = {}
             for side, side_factors in sides.items():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,10 @@ from longrope2.errors import LongRopeError, all_problems
 NAMES = {"model", "config.books"}
 """Entries of a header that only name what others identify by its content, weights and documents: a folder may have been
 moved, or its path spelled another way."""
+
+
+TIME = "time"
+"""The entries that say how long the ones before them took."""
 
 
 class JournalError(LongRopeError):
@@ -37,6 +42,9 @@ class JournalFile:
         `job` and `verb` say in messages what the journal belongs to and how to begin another one.
         """
         self._file = None
+        self.earlier = 0.0
+        """Seconds that earlier sessions worked on it, up to their last `sync`."""
+        self._told, self._has_news = time.monotonic(), False
         self._job, self._verb = job, verb
         if path is None:
             return
@@ -51,16 +59,24 @@ class JournalFile:
                 f"{path}: cannot be read or written ({error.strerror})", hint=f"{verb} into another folder"
             ) from error
         if path.stat().st_size == 0:
-            self.append({"type": "header", **header})
+            self._write({"type": "header", **header})
 
     def append(self, entry: dict[str, Any]) -> None:
         """Write a line."""
+        self._write(entry)
+        self._has_news = True
+
+    def _write(self, entry: dict[str, Any]) -> None:
         if self._file is not None:
             self._file.write(json.dumps(entry, ensure_ascii=False, allow_nan=False) + "\n")
 
     def sync(self) -> None:
-        """Make sure that everything is on disk, where it survives a power cut too."""
+        """Make sure that everything is on disk, where it survives a power cut too, and the time that it took."""
         if self._file is not None:
+            if self._has_news:  # a session that finds all of it done leaves the file as it is
+                now = time.monotonic()
+                self._write({"type": TIME, "seconds": now - self._told})
+                self._told, self._has_news = now, False
             self._file.flush()
             os.fsync(self._file.fileno())
 
@@ -84,6 +100,8 @@ class JournalFile:
                 kind = entry["type"]
                 if number == 1:
                     self._check_header(path, entry, header)
+                elif kind == TIME:
+                    self.earlier += float(entry["seconds"])
                 elif isinstance(kind, str):
                     take(entry)
             except (KeyError, TypeError, ValueError) as error:  # also what is no JSON or no UTF-8

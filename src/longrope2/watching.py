@@ -85,7 +85,8 @@ def _progress(folder: Path, stage: str, name: str, elapsed: float) -> tuple[floa
     if stage == "train":
         return _training(folder)
     if stage == "evaluate":
-        answers = sum(1 for line in _lines(folder / name / "generations.jsonl") if line.get("type") != "header")
+        kinds = ("answer", "likelihood")
+        answers = sum(1 for line in _lines(folder / name / "generations.jsonl") if line["type"] in kinds)
         return None, f"{name.partition('/')[2]}: {answers:,} answers"
     return None, ""
 

@@ -123,7 +123,8 @@ def test_nothing_is_computed_twice_and_a_batch_cut_short_runs_again_whole(tmp_pa
     assert len(entries(path)) == 6
     # As if the kill had come in the middle of writing the second batch.
     lines = path.read_bytes().split(b"\n")
-    path.write_bytes(b"\n".join(lines[:6]) + b"\n" + lines[6][:20])
+    assert json.loads(lines[5])["type"] == "time"  # after each batch
+    path.write_bytes(b"\n".join(lines[:7]) + b"\n" + lines[7][:20])
     going_on = Echo()
     answers = engine(going_on, path).answers(samples, "l")
     assert answers == [str(index) * 2 for index in range(9)]
@@ -272,6 +273,8 @@ def test_a_model_that_was_moved_is_the_same_model(reference, tmp_path):
     before = (folder / "generations.jsonl").read_bytes()
     in_this_process(*(str(model) if option == "tiny" else option for option in OPTIONS), "-o", folder)
     assert (folder / "generations.jsonl").read_bytes() == before
+    seconds = sum(entry["seconds"] for entry in entries(folder / "generations.jsonl", "time"))
+    assert 0 < seconds < json.loads((folder / "results.json").read_text())["seconds"]
     same_results(folder, reference)
 
 

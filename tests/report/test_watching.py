@@ -54,7 +54,9 @@ def test_a_search_under_way_tells_its_best(tmp_path):
 def test_evaluations_are_counted(tmp_path):
     folder = make_run(tmp_path / "run", stages=("search", "evaluate"))
     journal = folder / "evaluate/yarn/niah/generations.jsonl"
-    journal.write_text("".join(json.dumps({"type": kind}) + "\n" for kind in ("header", "answer", "answer")))
+    journal.write_text(
+        "".join(json.dumps({"type": kind}) + "\n" for kind in ("header", "batches", "answer", "answer", "time"))
+    )
     Ledger(folder).start("evaluate/yarn/niah", {"model": {}, "options": {}, "needs": {}})
     view = {view.stage: view for view in look(folder)}["evaluate"]
     assert view.text == "9 of 10; yarn/niah: 2 answers"

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 
 import pytest
 from hypothesis import example, given, settings
@@ -81,8 +82,8 @@ def test_a_torn_last_line_is_dropped_wherever_it_was_torn(tmp_path, last):
         journal.note("candidate", "k0", text="λ ≥ 1")
     if last == "evaluation":
         journal.record("k1", 4, math.inf, text="θ")
+    content = path.read_bytes()  # before the time of the session is added
     journal.close()
-    content = path.read_bytes()
     start = content[:-1].rfind(b"\n") + 1
     for end in range(start, len(content)):
         path.write_bytes(content[:end])
@@ -92,8 +93,8 @@ def test_a_torn_last_line_is_dropped_wherever_it_was_torn(tmp_path, last):
             again.record("k1", 4, math.inf, text="θ")
         elif last == "note":
             again.note("candidate", "k0", text="λ ≥ 1")
-        again.close()
         assert path.read_bytes() == content
+        again.close()
 
 
 NO_OBJECTS = [b"", b"{", b"not json", b"\xff\xfe\x00", b"[1, 2]", b"3", b"null"]
@@ -184,6 +185,26 @@ def test_a_first_line_that_is_no_header_belongs_to_another_search(tmp_path):
     path.write_text('{"type": "evaluation", "key": "k", "document": 0, "nll": 1.0}\n')
     with pytest.raises(JournalError, match="belongs to another search"):
         Journal(path, HEADER)
+
+
+def test_the_time_of_all_sessions_is_known(tmp_path, monkeypatch):
+    clock = iter([10.0, 14.0, 100.0, 103.0, 109.0, 500.0, 1000.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    first = Journal(tmp_path / "history.jsonl", HEADER)
+    assert first.earlier == 0
+    first.record("k0", 0, 1.0)
+    first.close()  # 4 seconds
+    killed = Journal(tmp_path / "history.jsonl", HEADER)
+    assert killed.earlier == 4
+    killed.record("k1", 0, 1.0)
+    killed.sync()  # 3 seconds
+    killed.record("k2", 0, 1.0)
+    killed.sync()  # 6 seconds
+    killed.record("k3", 0, 1.0)
+    again = Journal(tmp_path / "history.jsonl", HEADER)
+    again.close()  # it had nothing to do
+    assert again.earlier == 13
+    assert Journal(tmp_path / "history.jsonl", HEADER).earlier == 13
 
 
 def test_an_empty_file_is_a_new_journal(tmp_path):

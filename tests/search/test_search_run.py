@@ -23,6 +23,7 @@ from longrope2.cli import main
 from longrope2.distributed import World, world
 from longrope2.errors import LongRopeError
 from longrope2.factors import RescaleFactors
+from longrope2.files import only_one
 from longrope2.methods import METHODS
 from longrope2.models import ASSETS, describe, load
 from longrope2.needles import make_needles
@@ -318,6 +319,10 @@ def test_running_again_computes_nothing_and_changes_nothing(reference, tmp_path,
     assert again["resumed_evaluations"] == len(evaluations(reference))
     different = {key for key, value in again.items() if value != result(reference)[key]}
     assert different == {"model", "resumed_evaluations", "seconds"}
+    before = sum(entry["seconds"] for entry in lines(reference, "time"))
+    assert 0 < before < again["seconds"]
+    assert before == pytest.approx(result(reference)["seconds"], rel=0.5)
+    assert len(lines(reference, "time")) == SCHEDULE["iterations"] + 2  # the first population, and closed forms
 
 
 def test_a_journal_of_another_model_is_refused(reference, tiny, tmp_path):
@@ -331,6 +336,15 @@ def test_a_journal_of_another_model_is_refused(reference, tiny, tmp_path):
     with pytest.raises(LongRopeError, match=r"another search: 2 problems\n  - model: 'tiny' on disk") as caught:
         search(other, config, folder, ALONE)
     assert "- weights: 'sha256:" in str(caught.value)
+
+
+def test_one_search_at_a_time_in_a_folder(reference, tiny, tmp_path):
+    folder = shutil.copytree(reference, tmp_path / "out")
+    config = SearchConfig(target_length=TARGET, documents=DOCUMENTS, evolution=EvolutionConfig(**SCHEDULE))
+    with only_one(folder, "", hint=""), pytest.raises(LongRopeError, match="another process is searching") as caught:
+        search(tiny, config, folder, ALONE)
+    assert caught.value.hint
+    assert (folder / "history.jsonl").read_bytes() == (reference / "history.jsonl").read_bytes()
 
 
 def test_a_journal_of_another_seed_is_refused(reference, tmp_path, monkeypatch, capsys):
@@ -488,9 +502,9 @@ def test_two_processes_find_exactly_what_one_finds(reference, together):
     two = together / "two"
     assert two.exists(), (together / "stderr").read_text()
     assert (two / "factors.json").read_bytes() == (reference / "factors.json").read_bytes()
-    assert sorted((two / "history.jsonl").read_text().splitlines()) == sorted(
-        (reference / "history.jsonl").read_text().splitlines()
-    )
+    assert evaluations(two) == evaluations(reference)
+    for kind in ("header", "candidate"):
+        assert lines(two, kind) == lines(reference, kind)
     assert result(two)["processes"] == 2
     assert result(two)["perplexity"] == result(reference)["perplexity"]
 
@@ -621,7 +635,7 @@ def test_a_right_configuration_has_no_problems():
         (["--books", "EMPTY"], "no .txt file in this folder"),
         (["--tensor-parallel", 2], "cannot form groups of 2\nhint: start with: torchrun --nproc-per-node 2"),
         (["--tensor-parallel", 0], "1 processes cannot form groups of 0"),
-        (["-o", "SHORT/short.txt"], "history.jsonl: cannot be read or written"),
+        (["-o", "SHORT/short.txt"], "short.txt: cannot be written (File exists)\nhint: give another path"),
         (["--race", "sometimes"], "Invalid value for '--race'"),
     ],
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 from longrope2.console import say, show_json, show_table, warn
 from longrope2.errors import DataError, LongRopeError, MissingExtraError
-from longrope2.evaluation.results import AVERAGE, SCORE, grid_misfit
+from longrope2.evaluation.results import AVERAGE, RESULTS, SCORE, grid_misfit
 from longrope2.evaluation.suites import chosen
 from longrope2.evaluation.table import CAPTION, HEADS, TITLES, Score, Table, cell, suites_of
 from longrope2.figures import draw_by_length, draw_heatmaps, length_label
@@ -16,7 +16,6 @@ from longrope2.files import write_json, write_text
 from longrope2.shapes import misfit
 
 BY_LENGTH = ("ruler", "niah", "passkey", "perplexity")
-RESULTS = "results.json"
 RUN = {"name": str, "model": str, "factors": dict | None, "notes": [str], "scores": [SCORE], "grids": dict}
 """What is read of it."""
 

@@ -33,6 +33,8 @@ class Journal:
         self.batch_tokens: int | None = None
         """What the batches so far were made for."""
         self._file = JournalFile(path, header, job="evaluation", verb="evaluate", take=self._take)
+        self.earlier = self._file.earlier
+        """Seconds that earlier sessions took."""
 
     def write(self, kind: str, **fields: Any) -> None:
         """Keep an entry."""

@@ -12,6 +12,7 @@ from longrope2.evaluation.statistics import mean_of_means, student, wilson
 from longrope2.perplexity import Score, total
 from longrope2.shapes import misfit
 
+RESULTS = "results.json"
 AVERAGE = "average"
 SCORE = {
     "suite": str, "task": str, "length": int | None, "metric": str, "score": float | None, "samples": int,

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +26,7 @@ from longrope2.evaluation import (
 )
 from longrope2.evaluation.backend import Backend, TorchBackend
 from longrope2.evaluation.engine import Engine, Journal
-from longrope2.evaluation.results import AVERAGE, Outcome
+from longrope2.evaluation.results import AVERAGE, RESULTS, Outcome
 from longrope2.evaluation.ruler.prompt import chat_frame
 from longrope2.evaluation.samples import digest
 from longrope2.evaluation.suites import Setup, Suite, chosen
@@ -42,7 +42,7 @@ SUITES: dict[str, Suite] = {
     for module in (ruler_suite, niah, passkey, book_perplexity, infinitebench, longbench, loft, short)
 }
 SHORTEST = 4096
-RESULTS, JOURNAL = "results.json", "generations.jsonl"
+JOURNAL = "generations.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,36 +141,29 @@ def check_suites(config: EvaluationConfig, window: int, tokenizer: Any) -> None:
 
 
 def evaluate(
-    backend: Backend, config: EvaluationConfig, output: Path, here: World, *, header: dict[str, Any], cache: Path
+    backend: Backend, config: EvaluationConfig, journal: Journal, here: World, *, cache: Path
 ) -> dict[str, Outcome]:
-    """Run the suites, or go on with them; answers are kept in `output` as they come.
-
-    `header` says whose answers they are; answers of another model in the same folder are refused.
-    """
+    """Run the suites, or go on with them; answers are kept in the journal as they come."""
     lengths = lengths_for(config, backend.window, backend.tokenizer)
-    journal = Journal(output / JOURNAL if here.is_main else None, header)
-    try:
-        engine = Engine(backend, journal, here, batch_tokens=config.batch_tokens, beyond_window=config.beyond_window)
-        outcomes = {}
-        for suite in dict.fromkeys(config.suites):
-            tasks = config.tasks_of(suite)
-            setup = Setup(
-                tokenizer=backend.tokenizer,
-                lengths=lengths,
-                tasks=tasks,
-                named=any(task in config.tasks for task in tasks),
-                samples=config.samples,
-                seed=config.seed,
-                data=config.data_path,
-                books=config.books,
-                chat=config.chat,
-                note=say if here.is_main else _quiet,
-                cache=cache,
-            )
-            outcomes[suite] = SUITES[suite].run(setup, engine)
-        return outcomes
-    finally:
-        journal.close()
+    engine = Engine(backend, journal, here, batch_tokens=config.batch_tokens, beyond_window=config.beyond_window)
+    outcomes = {}
+    for suite in dict.fromkeys(config.suites):
+        tasks = config.tasks_of(suite)
+        setup = Setup(
+            tokenizer=backend.tokenizer,
+            lengths=lengths,
+            tasks=tasks,
+            named=any(task in config.tasks for task in tasks),
+            samples=config.samples,
+            seed=config.seed,
+            data=config.data_path,
+            books=config.books,
+            chat=config.chat,
+            note=say if here.is_main else _quiet,
+            cache=cache,
+        )
+        outcomes[suite] = SUITES[suite].run(setup, engine)
+    return outcomes
 
 
 def run_evaluation(
@@ -205,7 +198,8 @@ def run_evaluation(
             "backend": backend_name,
             **facts,
         }
-        outcomes = evaluate(backend, config, output, here, header=header, cache=cache or output / "samples")
+        with closing(Journal(output / JOURNAL if here.is_main else None, header)) as journal:
+            outcomes = evaluate(backend, config, journal, here, cache=cache or output / "samples")
         if not here.is_main:
             return
         described = _described(info, factors)
@@ -224,7 +218,7 @@ def run_evaluation(
             "versions": package_versions("torch", "transformers", "lm_eval", "vllm"),
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
             "processes": here.size,
-            "seconds": time.monotonic() - started,
+            "seconds": journal.earlier + time.monotonic() - started,
         }
         write_json(output / RESULTS, result)
         _draw(result, output)

@@ -6,7 +6,7 @@ from typing import Any
 
 from longrope2 import ledger
 from longrope2.errors import FactorsError, LongRopeError
-from longrope2.evaluation.results import SCORE, grid_misfit
+from longrope2.evaluation.results import RESULTS, SCORE, grid_misfit
 from longrope2.factors import RescaleFactors
 from longrope2.methods import rescale
 from longrope2.shapes import misfit
@@ -131,7 +131,7 @@ def _evaluations(
     for method in order:
         for step in finished:
             if step.startswith(f"{ledger.EVALUATE}/{method}/"):
-                path = folder / step / "results.json"
+                path = folder / step / RESULTS
                 result = _json(path, RESULT)
                 if result is None:
                     continue

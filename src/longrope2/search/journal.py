@@ -19,6 +19,8 @@ class Journal:
         self._file = JournalFile(path, header, job="search", verb="search", take=self._take)
         self.resumed = len(self.known)
         """Evaluations that were found on disk."""
+        self.earlier = self._file.earlier
+        """Seconds that earlier sessions took."""
 
     def record(self, key: str, document: int, nll: float, **details: Any) -> None:
         """Keep an evaluation."""
@@ -31,6 +33,10 @@ class Journal:
         if f"{kind}:{identity}" not in self._noted:
             self._noted.add(f"{kind}:{identity}")
             self._file.append({"type": kind, "id": identity, **details})
+
+    def sync(self) -> None:
+        """Everything so far survives whatever comes, and the time that it took."""
+        self._file.sync()
 
     def close(self) -> None:
         """Make sure that everything is on disk."""

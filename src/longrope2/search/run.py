@@ -3,7 +3,8 @@
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +18,7 @@ from longrope2.distributed import World, world
 from longrope2.errors import LongRopeError, MissingExtraError, all_problems, out_of_range
 from longrope2.factors import RescaleFactors
 from longrope2.figures import draw_convergence, draw_factors
-from longrope2.files import package_versions, write_json
+from longrope2.files import only_one, package_versions, write_json
 from longrope2.methods import METHODS, rescale
 from longrope2.models import LoadedModel, describe, load, weights_fingerprint
 from longrope2.needles import MOST_DOCUMENTS, NeedleDocument, documents_digest, make_needles
@@ -128,33 +129,30 @@ def search(loaded: LoadedModel, config: SearchConfig, output: Path | None, here:
     held_out = _held_out_documents(loaded, config, note=say_here)
     documents = searched + held_out
     header = _header(loaded, config, documents)
-    journal = Journal(output / "history.jsonl" if output and here.is_main else None, header)
-    journal.known = here.gather(journal.known)[0]
-    if journal.resumed:
-        say_here(f"resuming: {journal.resumed:,} evaluations found in {output}")
     tokens, held_out_tokens = (
         sum(_scored_tokens(document, config.objective) for document in part) for part in (searched, held_out)
     )
     started = time.monotonic()
     try:
-        with scoring(loaded.model, baseline, objective=config.objective) as scorer:
-            # The whole first group: processes that share a model can only run it together.
-            window = _try_own_window(loaded, config, scorer, baseline, here) if here.rank == 0 else []
-        with scoring(loaded.model, baseline, objective=config.objective, compiled=config.compiled) as scorer:
-            evaluate = _evaluator(scorer, space, documents, journal, here)
-            reporter = _Reporter(config.evolution.iterations, tokens, output) if here.is_main else _quiet
-            outcome = evolve(space, config.evolution, len(searched), evaluate, journal=journal, report=reporter)
-            say_here("scoring closed-form methods on the same documents")
-            forms = {name: space.closed_form(name) for name in METHODS if name != "longrope2"}
-            methods = _totals(forms, range(len(searched)), evaluate)
-            unseen = _totals({"searched": outcome.best, **forms}, range(len(searched), len(documents)), evaluate)
+        with _open_journal(output, header, here) as journal:
+            if journal.resumed:
+                say_here(f"resuming: {journal.resumed:,} evaluations found in {output}")
+            with scoring(loaded.model, baseline, objective=config.objective) as scorer:
+                # The whole first group: processes that share a model can only run it together.
+                window = _try_own_window(loaded, config, scorer, baseline, here) if here.rank == 0 else []
+            with scoring(loaded.model, baseline, objective=config.objective, compiled=config.compiled) as scorer:
+                evaluate = _evaluator(scorer, space, documents, journal, here)
+                reporter = _Reporter(config.evolution.iterations, tokens, output, journal) if here.is_main else _quiet
+                outcome = evolve(space, config.evolution, len(searched), evaluate, journal=journal, report=reporter)
+                say_here("scoring closed-form methods on the same documents")
+                forms = {name: space.closed_form(name) for name in METHODS if name != "longrope2"}
+                methods = _totals(forms, range(len(searched)), evaluate)
+                unseen = _totals({"searched": outcome.best, **forms}, range(len(searched), len(documents)), evaluate)
     except torch.OutOfMemoryError as error:
         raise LongRopeError(
             f"out of memory at {config.target_length:,} tokens ({loaded.model.dtype} on {loaded.model.device})",
             hint="use a shorter target, a GPU with more memory, or --tensor-parallel over several",
         ) from error
-    finally:
-        journal.close()
     provenance = {
         "model": loaded.info.name,
         "revision": loaded.info.revision,
@@ -179,7 +177,7 @@ def search(loaded: LoadedModel, config: SearchConfig, output: Path | None, here:
             "convergence": [_convergence(progress, tokens) for progress in outcome.history],
             "document_evaluations": outcome.history[-1].evaluations,
             "exhaustive_evaluations": outcome.history[-1].exhaustive_evaluations,
-            "seconds": time.monotonic() - started,
+            "seconds": journal.earlier + time.monotonic() - started,
             "resumed_evaluations": journal.resumed,
             "processes": here.size,
             "device": _device_name(loaded.model.device),
@@ -293,6 +291,19 @@ def _header(loaded: LoadedModel, config: SearchConfig, documents: Sequence[Needl
     }
 
 
+@contextmanager
+def _open_journal(output: Path | None, header: dict[str, Any], here: World) -> Iterator[Journal]:
+    """What is known of a search, on every process; meanwhile no other search may work in its folder."""
+    path: Path | None = None
+    alone: AbstractContextManager[None] = nullcontext()
+    if output is not None and here.is_main:
+        path = output / "history.jsonl"
+        alone = only_one(output, "another process is searching there", hint="wait for it, or use another folder")
+    with alone, closing(Journal(path, header)) as journal:
+        journal.known = here.gather(journal.known)[0]
+        yield journal
+
+
 def _scored_tokens(document: NeedleDocument, objective: Objective) -> int:
     length = len(document.token_ids)
     return length - document.answer_start if objective == "needle" else length - 1
@@ -366,10 +377,11 @@ def _totals(
 
 
 class _Reporter:
-    """Tells of each iteration: on stderr, and as TensorBoard events where that is installed."""
+    """Tells of each iteration: on stderr, in the journal its time, and where TensorBoard is installed as events."""
 
-    def __init__(self, iterations: int, tokens: int, output: Path | None) -> None:
+    def __init__(self, iterations: int, tokens: int, output: Path | None, journal: Journal) -> None:
         self._line = ProgressLine(iterations + 1, "search", log_every=0)
+        self._journal = journal
         self._tokens = tokens
         self._events = None
         if output is not None:
@@ -381,6 +393,7 @@ class _Reporter:
                 pass
 
     def __call__(self, progress: Progress) -> None:
+        self._journal.sync()
         perplexity = _perplexity(progress.best_nll, self._tokens)
         saved = 1 - progress.evaluations / progress.exhaustive_evaluations
         self._line.update(
