@@ -146,6 +146,14 @@ def test_methods_are_rows(runs):
     assert "samples in a number: 40" in result["markdown"]
 
 
+def test_a_row_may_be_named_anew(runs, tmp_path):
+    twice = [f"first={runs[1]}", f"second={runs[1] / 'results.json'}", runs[1]]
+    assert [row["name"] for row in compare(twice)["runs"]] == ["first", "second", "yarn"]
+    assert [row["folder"] for row in compare(twice)["runs"]] == [str(runs[1]), f"{runs[1]}/results.json", str(runs[1])]
+    odd = runs[1].rename(tmp_path / "a=b")
+    assert [row["name"] for row in compare([odd, f"x={odd}"])["runs"]] == ["yarn", "x"]
+
+
 def test_averages_over_other_tasks_are_told_apart(tmp_path):
     for name, tasks in (("a", ("vt", "cwe")), ("b", ("vt", "cwe", "fwe"))):
         write_run(tmp_path / name, name, with_averages(measured("ruler", task, 4096, 50.0) for task in tasks))
@@ -192,7 +200,7 @@ def test_compare_writes_markdown_json_and_figures(runs, tmp_path, monkeypatch, c
     ("arguments", "message"),
     [
         (["nowhere"], "results.json: cannot be read"),
-        (["yarn", "yarn"], "several evaluations are named yarn"),
+        (["yarn", "yarn"], "several evaluations are named yarn\nhint: give each its own: longrope2 compare NAME="),
         (["yarn", "--base", "origin"], "run 'origin' is not known"),
         (["broken"], "not the results of an evaluation"),
     ],

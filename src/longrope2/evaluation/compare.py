@@ -20,9 +20,13 @@ RUN = {"name": str, "model": str, "factors": dict | None, "notes": [str], "score
 """What is read of it."""
 
 
-def compare(folders: Sequence[Path], *, base: str | None = None) -> dict[str, Any]:
-    """Read finished evaluations and put them side by side; `base` names the row that retention refers to."""
-    runs = [_read(folder) for folder in folders]
+def compare(places: Sequence[Path | str], *, base: str | None = None) -> dict[str, Any]:
+    """Read finished evaluations and put them side by side; `base` names the row that retention refers to.
+
+    A place is the folder of an evaluation or its file; NAME=PLACE gives the row another name.
+    """
+    labelled = [_split(place) for place in places]
+    runs = [_read(folder) | ({"name": label} if label else {}) for label, folder in labelled]
     names = _names(runs)
     base = _base(runs, names, base)
     by_name = {name: run["scores"] for name, run in zip(names, runs, strict=True)}
@@ -30,7 +34,7 @@ def compare(folders: Sequence[Path], *, base: str | None = None) -> dict[str, An
     return {
         "runs": [
             {"name": name, "folder": str(folder), **{key: run[key] for key in ("model", "factors", "notes")}}
-            for name, folder, run in zip(names, folders, runs, strict=True)
+            for name, (_, folder), run in zip(names, labelled, runs, strict=True)
         ],
         "base": base,
         "retention": retention(by_name, base),
@@ -41,9 +45,9 @@ def compare(folders: Sequence[Path], *, base: str | None = None) -> dict[str, An
     }
 
 
-def run_compare(folders: Sequence[Path], output: Path | None, *, base: str | None, as_json: bool) -> None:
+def run_compare(places: Sequence[Path | str], output: Path | None, *, base: str | None, as_json: bool) -> None:
     """`longrope2 compare`."""
-    result = compare(folders, base=base)
+    result = compare(places, base=base)
     if output is not None:
         write_json(output / "compare.json", result)
         write_text(output / "compare.md", result["markdown"])
@@ -71,6 +75,12 @@ def retention(by_name: Mapping[str, Sequence[Score]], base: str | None) -> dict[
 
 def _short(scores: Sequence[Score]) -> dict[str, float]:
     return {score["task"]: score["score"] for score in scores if score["suite"] == "short" and score["task"] != AVERAGE}
+
+
+def _split(place: Path | str) -> tuple[str, Path]:
+    """The name given to a run, if any, and where it is; a path that holds = and exists is a path."""
+    name, equals, rest = str(place).partition("=")
+    return (name, Path(rest)) if equals and not Path(place).exists() else ("", Path(place))
 
 
 def _read(folder: Path) -> dict[str, Any]:
@@ -115,7 +125,8 @@ def _names(runs: Sequence[dict[str, Any]]) -> list[str]:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise LongRopeError(
-            f"several evaluations are named {', '.join(twice)}", hint="give each its own: longrope2 evaluate --name …"
+            f"several evaluations are named {', '.join(twice)}",
+            hint="give each its own: longrope2 compare NAME=FOLDER …",
         )
     return names
 
