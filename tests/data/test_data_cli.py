@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -162,6 +163,17 @@ def sources_read():
 
     for book in read_books(limit=1):
         yield Book(title=book.title, text=book.text[:400_000], source=book.source)
+
+
+def test_the_word_books_in_a_config_file_is_no_folder_beside_it(tmp_path, monkeypatch):
+    (tmp_path / "books").mkdir()
+    (tmp_path / "c.toml").write_text('[[source]]\npath = "books"\n[[source]]\npath = "./books"\n')
+    monkeypatch.chdir(tmp_path)
+    _, sources, _ = read_config(Path("c.toml"))
+    assert [(source.path, source.label) for source in sources] == [
+        ("books", "books"),
+        (str(tmp_path / "books"), "./books"),
+    ]
 
 
 def test_every_problem_of_a_config_file_at_once(tmp_path):

@@ -222,14 +222,21 @@ def test_a_hub_dataset_is_known_by_its_commit(tmp_path, monkeypatch):
         corpus_key(source, tokenizer)
 
 
-def test_the_packages_books_are_those_not_held_out(monkeypatch):
+def test_the_packages_books_are_those_not_held_out(monkeypatch, tmp_path):
     from longrope2.data.sources import read_documents
 
     titles = [book.title for book in read_documents(Source(path="books"))]
     assert "Emma" in titles
     assert "Husks" not in titles
     assert content_bytes(Source(path="books")) > 4_000_000
-    assert len(corpus_key(Source(path="books"), word_tokenizer())) == 32
+    key = corpus_key(Source(path="books"), word_tokenizer())
+    assert len(key) == 32
+    # Also where a folder has that name, which is to be had as ./books.
+    (tmp_path / "books").mkdir()
+    (tmp_path / "books" / "mine.txt").write_text("Mine.")
+    monkeypatch.chdir(tmp_path)
+    assert corpus_key(Source(path="books"), word_tokenizer()) == key
+    assert [book.title for book in read_documents(Source(path="./books"))] == ["mine"]
 
 
 def test_pyarrow_is_asked_for_by_name(tmp_path, monkeypatch):

@@ -10,8 +10,9 @@ from longrope2.data.plan_command import parse_tokens
 from longrope2.data.recall import RecallConfig
 from longrope2.errors import LongRopeError
 from longrope2.evaluation.run import EvaluationConfig
+from longrope2.models import describe
 from longrope2.pipeline.recipe import conforms, presets, read_recipe
-from longrope2.pipeline.steps import search_config
+from longrope2.pipeline.steps import Setting, make_steps, search_config
 from longrope2.training.job import resolve
 
 ROOT = Path(__file__).parent.parent.parent
@@ -83,10 +84,36 @@ def test_arguments_replace_what_the_recipe_says():
 
 def test_a_path_is_looked_for_beside_the_recipe(tmp_path, monkeypatch):
     (tmp_path / "texts").mkdir()
-    (tmp_path / "r.toml").write_text('target_length = 512\n[[source]]\npath = "texts"\n[[source]]\npath = "books"\n')
+    (tmp_path / "r.toml").write_text('target_length = 512\n[[source]]\npath = "texts"\n[[source]]\npath = "other"\n')
     monkeypatch.chdir("/")
     sources = read_recipe(tmp_path / "r.toml").source
-    assert sources == ({"path": str(tmp_path / "texts"), "name": "texts"}, {"path": "books"})
+    assert sources == ({"path": str(tmp_path / "texts"), "name": "texts"}, {"path": "other"})
+
+
+@pytest.mark.parametrize("word", ["books", "recall"])
+def test_a_word_is_no_folder_of_that_name(tmp_path, monkeypatch, word):
+    """Wherever the command runs; the folder is to be had as ./books."""
+    (tmp_path / word).mkdir()
+    lines = ["target_length = 512", "[[source]]", f'path = "{word}"', "[[source]]", f'path = "./{word}"']
+    (tmp_path / "r.toml").write_text("\n".join(lines))
+    for folder, recipe in ((tmp_path, "r.toml"), ("/", tmp_path / "r.toml")):
+        monkeypatch.chdir(folder)
+        sources = read_recipe(recipe).source
+        assert sources == ({"path": word}, {"path": str(tmp_path / word), "name": f"./{word}"})
+
+
+def test_a_folder_called_as_a_word_decides_nothing(tmp_path, monkeypatch):
+    """Otherwise the data would be made anew whenever that folder changes."""
+    monkeypatch.chdir(tmp_path)
+    setting = Setting(folder=tmp_path / "run", recipe=read_recipe("tiny-laptop"), info=describe("tiny"), cache=None)
+    before = make_steps(setting, {"data"})[0].options
+    for word in ("books", "recall"):
+        (tmp_path / word).mkdir()
+    assert make_steps(setting, {"data"})[0].options == before
+
+
+def test_the_repositorys_folder_of_books_does_not_stand_in_for_the_packages():
+    assert read_recipe(ROOT / "recipes" / "tiny-laptop.toml").source == read_recipe("tiny-laptop").source
 
 
 WRONG = """

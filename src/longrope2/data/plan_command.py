@@ -2,7 +2,7 @@
 
 import tomllib
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from longrope2.data.corpus import default_cache, tokenise
 from longrope2.data.marks import document_marks, tokenizer_fingerprint
 from longrope2.data.plan import Plan
 from longrope2.data.planning import check_sources, make_plan
-from longrope2.data.sources import Source
+from longrope2.data.sources import Source, beside
 from longrope2.errors import DataError, all_problems
 from longrope2.files import check_writable
 from longrope2.models import describe, load_tokenizer
@@ -95,7 +95,7 @@ def read_config(path: Path) -> tuple[dict[str, Any], list[Source], tuple[Bucket,
     sources = []
     for table in tables["source"]:
         try:
-            sources.append(_relative_to(path.parent, Source.from_dict(table)))
+            sources.append(Source.from_dict(beside(path.parent, table)))
         except DataError as error:
             problems.append(error.message)
     kinds = {"up_to": int, "above": int, "quota": (int, float), "name": str}
@@ -168,11 +168,3 @@ def _wrong_entries(subject: str, values: Any, kinds: dict[str, Any]) -> list[str
         if kind is not None and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):
             problems.append(f"{subject}: {key} must not be {value!r}")
     return problems
-
-
-def _relative_to(folder: Path, source: Source) -> Source:
-    """A path of a config file is looked for beside the file first."""
-    beside = folder / Path(source.path).expanduser()
-    if beside.exists() and not Path(source.path).expanduser().is_absolute():
-        return replace(source, path=str(beside), name=source.label)
-    return source

@@ -12,7 +12,8 @@ from longrope2.books import HUB_ID, Book, package_manifest, read_books
 from longrope2.errors import DataError, all_problems
 
 PACKAGE_BOOKS = "books"
-"""The word for the package's own books, without those held out for searching and testing."""
+"""The word for the package's own books, without those held out for searching and testing. It means them always: a
+folder of that name is written ./books."""
 WEIGHTED = re.compile(r"(?P<path>.+)=(?P<weight>[^=/\\]+)")
 
 
@@ -142,8 +143,20 @@ def content_bytes(source: Source) -> int | None:
     return None
 
 
+def beside(folder: Path, table: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A source's table whose path is looked for beside its config file first; it is still called as it stands there."""
+    path = table.get("path")
+    if not isinstance(path, str) or not path.strip() or path == PACKAGE_BOOKS:
+        return table
+    place = Path(path).expanduser()
+    if place.is_absolute() or not (folder / place).exists():
+        return table
+    # Absolute: otherwise ./books would become the word.
+    return {**table, "path": str((folder / place).absolute()), "name": table.get("name") or path}
+
+
 def _is_package(source: Source) -> bool:
-    return source.path == PACKAGE_BOOKS and not Path(source.path).exists()
+    return source.path == PACKAGE_BOOKS
 
 
 def _hub_identity(name: str) -> dict[str, Any]:

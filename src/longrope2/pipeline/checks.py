@@ -23,8 +23,8 @@ from longrope2.export.weights import SourceModel
 from longrope2.files import write_text
 from longrope2.methods import rescale
 from longrope2.models import load_tokenizer, rescale_model
-from longrope2.pipeline.recipe import ExportOptions, VerifyOptions
-from longrope2.pipeline.steps import RECALL, Setting, mix_text, planned_rows, search_config
+from longrope2.pipeline.recipe import RECALL, ExportOptions, VerifyOptions
+from longrope2.pipeline.steps import Setting, mix_text, planned_rows, search_config
 from longrope2.search.space import default_attention_factor
 from longrope2.training.job import resolve
 from longrope2.training.shape import shape_of, skeleton

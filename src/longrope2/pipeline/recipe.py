@@ -15,7 +15,7 @@ from longrope2 import ledger
 from longrope2.data.buckets import Bucket
 from longrope2.data.plan_command import PLAN_KEYS
 from longrope2.data.recall import RecallConfig
-from longrope2.data.sources import Source
+from longrope2.data.sources import Source, beside
 from longrope2.errors import LongRopeError, all_problems
 from longrope2.evaluation.run import EvaluationConfig
 from longrope2.export.config import Profile
@@ -29,6 +29,8 @@ from longrope2.training.loop import TrainConfig
 
 DEFAULT_PRESET = "tiny-laptop"
 """The recipe of the model that comes with the package."""
+RECALL = "recall"
+"""The path of a source that stands for the documents of [recall], whatever folders there are."""
 Table = dict[str, Any]
 
 
@@ -116,7 +118,10 @@ def read_recipe(name: str | Path | None, *, model: str | None = None, target_len
                 f"{where}: not valid TOML ({error})", hint="see docs/extend.md for an example"
             ) from error
         values = _checked(values, where)
-        values["source"] = tuple(_beside(folder, source) for source in values.get("source", ()))
+        values["source"] = tuple(
+            source if folder is None or source["path"] == RECALL else beside(folder, source)
+            for source in values.get("source", ())
+        )
     given = {"model": model, "target_length": target_length}
     values |= {key: value for key, value in given.items() if value is not None}
     if "target_length" not in values:
@@ -147,14 +152,6 @@ def _find(name: str | Path) -> tuple[str, str, Path | None]:
     raise LongRopeError(
         f"{name}: neither a file nor a recipe of the package", hint=f"{guess}there are {', '.join(known)}"
     )
-
-
-def _beside(folder: Path | None, source: Table) -> Table:
-    """A source whose path is looked for beside the recipe first."""
-    path = Path(source["path"]).expanduser()
-    if folder is None or path.is_absolute() or not (folder / path).exists():
-        return source
-    return {**source, "path": str((folder / path).absolute()), "name": source.get("name") or source["path"]}
 
 
 def _checked(values: Table, where: str) -> Table:

@@ -12,6 +12,7 @@ from longrope2.console import warn
 from longrope2.data.plan import read_plan
 from longrope2.data.plan_command import parse_tokens, run_plan
 from longrope2.data.recall import RecallConfig, write_recall
+from longrope2.data.sources import PACKAGE_BOOKS
 from longrope2.distributed import world
 from longrope2.errors import LongRopeError
 from longrope2.evaluation.run import run_evaluation
@@ -22,7 +23,7 @@ from longrope2.export.verify import FAILED, WRONG, findings
 from longrope2.figures import length_label
 from longrope2.files import write_json, write_text
 from longrope2.models import ModelInfo, load, load_tokenizer, rescale_model, weights_fingerprint
-from longrope2.pipeline.recipe import ExportOptions, Recipe, VerifyOptions
+from longrope2.pipeline.recipe import RECALL, ExportOptions, Recipe, VerifyOptions
 from longrope2.report.gather import gather
 from longrope2.report.run import write_report
 from longrope2.report.summary import summarise
@@ -30,9 +31,6 @@ from longrope2.search.evolution import EvolutionConfig
 from longrope2.search.run import SearchConfig, search
 from longrope2.training.job import ELASTIC
 from longrope2.training.run import run_train
-
-RECALL = "recall"
-"""The path of a source that stands for the documents of [recall]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +148,9 @@ def _data_step(setting: Setting) -> Step:
         "source": list(recipe.source),
         "bucket": list(recipe.bucket),
         "recall": recipe.recall,
-        "stamps": [stamp(source["path"]) for source in recipe.source],
+        "stamps": [
+            None if source["path"] in (PACKAGE_BOOKS, RECALL) else stamp(source["path"]) for source in recipe.source
+        ],
         "recall_stamp": stamp((recipe.recall or {}).get("books")),
     }
     work = partial(_make_data, setting)
