@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 from conftest import family_config, family_model
 from longrope2.errors import MissingExtraError, ModelError
 from longrope2.gguf_model import GGUFModel
-from longrope2.models import describe, load, load_tokenizer, rescale_model
+from longrope2.methods import rescale
+from longrope2.models import check_factors, describe, load, load_tokenizer, rescale_model
 
 gguf = pytest.importorskip("gguf")
 
@@ -198,6 +199,16 @@ class TestExtendedModels:
         factors = rescale_model(info, "ntk", 256, extend_again=True)
         assert factors.short == info.reading.rescaled.factors
         assert factors.short_attention_factor > 1
+
+    def test_factors_that_replace_a_rescaling_are_told_of(self, tmp_path, capsys):
+        """Whatever runs with them: train, evaluate, generate, calibrate."""
+        for rope, name, told in ((None, "base", False), (self.RESCALED, "extended", True)):
+            length = 128 if rope else 32
+            family_config("llama", rope, max_position_embeddings=length).save_pretrained(tmp_path / name)
+            info = describe(tmp_path / name)
+            check_factors(rescale("ntk", info.rope, 256), info)
+            warning = f"{info.name} is already rescaled by 'yarn' from 32 to 128 tokens: these factors take its place"
+            assert (f"warning: {warning}" in capsys.readouterr().err) is told
 
 
 class TestGGUF:

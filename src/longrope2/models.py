@@ -49,13 +49,22 @@ class ModelInfo:
         """Whether the model is one GGUF file rather than a folder."""
         return self.location.endswith(".gguf")
 
+    @property
+    def rescaling(self) -> str | None:
+        """That and how it was extended before, in words; None for an original model."""
+        rescaled = self.reading.rescaled
+        if rescaled is None:
+            return None
+        return (
+            f"{self.name} is already rescaled by '{rescaled.method}' "
+            f"from {self.rope.original_length:,} to {self.reading.window:,} tokens"
+        )
+
     def refuse_rescaled(self, *, extend_again: bool) -> None:
         """Raise ModelError for a model that was extended before, unless the user asked for that."""
-        rescaled = self.reading.rescaled
-        if rescaled is not None and not extend_again:
+        if self.rescaling is not None and not extend_again:
             raise ModelError(
-                f"{self.name} is already rescaled by '{rescaled.method}' "
-                f"from {self.rope.original_length:,} to {self.reading.window:,} tokens",
+                self.rescaling,
                 hint="extend the base model instead, or say --extend-again to replace that rescaling",
             )
 
@@ -109,11 +118,15 @@ def describe(name: str | Path, *, original_length: int | None = None) -> ModelIn
 
 
 def check_factors(factors: RescaleFactors, info: ModelInfo) -> None:
-    """Raise FactorsError for factors of another RoPE; warn of those that say they are another model's."""
+    """Raise FactorsError for factors of another RoPE; warn of another model's, and where they replace a rescaling."""
     factors.check_fits(info.rope, info.name)
+    if not is_main_process():
+        return
     other = factors.made_for_another(info.name, info.revision)
-    if other is not None and is_main_process():
+    if other is not None:
         warn(f"these factors were made for {other}, which has the same RoPE; {info.name} is another model")
+    if info.rescaling is not None:
+        warn(f"{info.rescaling}: these factors take its place")
 
 
 def load(
