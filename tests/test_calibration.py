@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from longrope2 import calibration
 from longrope2.books import read_books
 from longrope2.calibration import TOLERANCE, CalibrationConfig, calibrate, conclusion, recommend, run_calibrate
-from longrope2.errors import DataError, LongRopeError
+from longrope2.errors import DataError, FactorsError, LongRopeError
 from longrope2.files import only_one
 from longrope2.generation import load as load_switching
 from longrope2.methods import rescale
@@ -181,6 +181,15 @@ class TestTheCommand:
             changes = {"output": tmp_path}
         with pytest.raises(LongRopeError, match=message):
             run_calibrate("tiny", **self.options(**{"factors_file": tmp_path / "f.json", **changes}))
+
+    def test_one_rope_has_no_switch(self, tiny, factors, tmp_path, monkeypatch):
+        one = factors.long_everywhere()
+        with pytest.raises(FactorsError, match="one RoPE for every length: there is nothing to switch"):
+            calibrate(tiny, one, CONFIG)
+        one.save(tmp_path / "f.json")
+        monkeypatch.setattr(calibration, "load", lambda *_: pytest.fail("weights were loaded"))
+        with pytest.raises(FactorsError, match="there is nothing to switch"):
+            run_calibrate("tiny", **self.options(factors_file=tmp_path / "f.json"))
 
     def test_a_named_length_must_hold_a_document(self, tiny, factors):
         with pytest.raises(DataError, match="no room for its sentences"):

@@ -147,6 +147,15 @@ class TestText:
         assert "original RoPE throughout, pinned" in longrope2(*options, "--max-new-tokens", 7).err
         assert "long RoPE throughout, pinned" in longrope2(*options, "--max-new-tokens", 8).err
 
+    @pytest.mark.parametrize("way", ["recompute", "shadow", "pin"])
+    def test_one_rope_never_switches(self, way, longrope2, tiny, factors, book, tmp_path):
+        factors.long_everywhere().save(tmp_path / "f.json")
+        options = ["--factors", tmp_path / "f.json", "--max-new-tokens", 10, "--switch", way]
+        result = longrope2("generate", "tiny", "--prompt", book, *options)
+        assert result.out == expected_text(tiny, factors, book, 10, switch_length=0)
+        assert "one RoPE at every length: there was nothing to switch" in result.err
+        assert "original RoPE" not in result.err
+
     def test_sampling_follows_its_seed(self, longrope2, book):
         texts = [
             longrope2("generate", "tiny", "--prompt", book, "--temperature", 2, "--seed", seed).out

@@ -123,6 +123,7 @@ def calibrate(
 
     What is scored goes into the folder `output` at once, and is taken from there by a run that goes on.
     """
+    _require_switch(factors)
     config.check(factors.target_length, loaded.tokenizer)
     subject = {
         "model": loaded.info.name,
@@ -216,6 +217,7 @@ def run_calibrate(
         )
     # Before an 8B model is loaded for nothing.
     if factors is not None:
+        _require_switch(factors)
         check_factors(factors, info)
     elif not carries_factors(info):
         raise FactorsError(f"no factors were given, and {model} has none of its own", hint="pass --factors FILE")
@@ -283,6 +285,14 @@ def conclusion(result: Mapping[str, Any]) -> str:
     if low != high:
         lines[-1] += f" (of the measured lengths, those from {low:,} to {high:,} are as good within the error)"
     return "\n".join(lines)
+
+
+def _require_switch(factors: RescaleFactors) -> None:
+    if not factors.switches:
+        raise FactorsError(
+            f"these factors (method {factors.method!r}) are one RoPE for every length: there is nothing to switch",
+            hint="calibrate a model with two, such as `longrope2 factors` and `longrope2 search` give",
+        )
 
 
 def _documents(

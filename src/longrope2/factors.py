@@ -82,6 +82,12 @@ class RescaleFactors:
         """Whether short and long sequences are rotated differently."""
         return (self.short, self.short_attention_factor) != (self.long, self.long_attention_factor)
 
+    def rotates_as(self, other: "RescaleFactors") -> bool:
+        """Whether both do the same to a model, whoever made them."""
+        told = ("method", "critical_dimension", "provenance")
+        one, two = ({k: v for k, v in factors.to_json().items() if k not in told} for factors in (self, other))
+        return one == two
+
     def long_everywhere(self) -> "RescaleFactors":
         """One RoPE for every sequence, the long one: nothing is left to switch."""
         return replace(self, short=self.long, short_attention_factor=self.long_attention_factor)

@@ -25,7 +25,12 @@ LAYOUTS = {
 
 
 def is_long(lengths: Tensor, factors: RescaleFactors, switch_length: int | None = None) -> Tensor:
-    """The switch rule: a row is long once its tokens exceed the original window, or another switch length."""
+    """The switch rule: a row is long once its tokens exceed the original window, or another switch length.
+
+    With one RoPE for all there is no other side to switch from: every row is long.
+    """
+    if not factors.switches:
+        return torch.ones_like(lengths, dtype=torch.bool)
     return lengths > (factors.original_length if switch_length is None else switch_length)
 
 

@@ -14,9 +14,10 @@ from longrope2.errors import LongRopeError, MissingExtraError
 from longrope2.evaluation.backend import Prompt, Span
 from longrope2.evaluation.compare import compare, retention
 from longrope2.evaluation.results import Measured, accuracy, average, perplexity, with_averages
-from longrope2.evaluation.run import SUITES, EvaluationConfig, lengths_for
+from longrope2.evaluation.run import SUITES, EvaluationConfig, _described, lengths_for
 from longrope2.evaluation.statistics import mean_of_means, student, student_quantile, wilson
 from longrope2.evaluation.table import TITLES, run_tables
+from longrope2.export.run import export
 from longrope2.files import only_one
 from longrope2.methods import rescale
 from longrope2.models import describe
@@ -288,6 +289,17 @@ def test_wrong_evaluations_are_one_message(options, message, tmp_path, monkeypat
     assert (code, out) == (2, "")
     assert message in error
     assert "Traceback" not in error
+
+
+@pytest.mark.parametrize("one_rope", [True, False])
+def test_a_folder_is_called_by_the_method_of_its_factors(tmp_path, one_rope):
+    """Its config says longrope of all of them; factors.json beside it says which, if it is about the same RoPE."""
+    factors = rescale("yarn", describe("tiny").rope, 1024)
+    export("tiny", tmp_path / "e", factors=factors.long_everywhere() if one_rope else factors)
+    described = _described(describe(tmp_path / "e"), None)
+    assert described == {"method": "yarn", "original_length": 256, "target_length": 1024, "critical_dimension": None}
+    rescale("ntk", describe("tiny").rope, 1024).save(tmp_path / "e" / "factors.json")
+    assert _described(describe(tmp_path / "e"), None)["method"] == "longrope"
 
 
 def test_one_evaluation_at_a_time_in_a_folder(tmp_path, monkeypatch, capsys):

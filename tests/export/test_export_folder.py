@@ -232,6 +232,12 @@ class TestCompanions:
         assert "cache crosses" not in text
         assert text.count("long factors in every sequence, up to 1,024 tokens") == 4
 
+    def test_one_rope_is_never_called_dual(self, tmp_path, capsys):
+        export("tiny", tmp_path / "e", factors=tiny_factors().long_everywhere())
+        assert f"wrote {tmp_path / 'e'}: static-long, 256 → 1,024 tokens" in capsys.readouterr().err
+        written = RescaleFactors.load(tmp_path / "e" / "factors.json")
+        assert written.provenance["export"]["profile"] == "static-long"
+
 
 class TestOutput:
     def test_nothing_is_replaced_without_a_word(self, tmp_path):

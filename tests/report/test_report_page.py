@@ -100,6 +100,17 @@ def test_every_mark_stands_for_a_value_on_disk(run, page):
     assert [float(mark["data-y"]) for mark in page.marks["time"]] == list(seconds.values())
 
 
+def test_a_training_with_one_rope_is_told_as_one(tmp_path):
+    one = make_run(tmp_path / "one", stages=("search", "data", "train"))
+    assert "Short rows with the original RoPE" in write_report(one).read_text()
+    book = json.loads((one / "pipeline.json").read_text())
+    book["recipe"]["train"] = {"window": "single"}
+    (one / "pipeline.json").write_text(json.dumps(book))
+    text = write_report(one).read_text()
+    assert "All rows with the rescaled RoPE." in text
+    assert "original RoPE" not in text
+
+
 def test_the_table_has_the_same_numbers(run, page):
     header, *rows = page.tables[0]
     assert header == ["", "needles 256", "needles 4k", "short PPL", "kept"]

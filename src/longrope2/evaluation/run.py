@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from transformers import AutoConfig
 
 from longrope2 import __version__, generation, models
 from longrope2.books import read_books
@@ -35,7 +36,7 @@ from longrope2.evaluation.vllm_backend import ONE_SIDE, VllmBackend
 from longrope2.factors import RescaleFactors
 from longrope2.figures import draw_by_length, draw_heatmaps
 from longrope2.files import check_writable, only_one, package_versions, write_json
-from longrope2.generation.saved import carries_factors
+from longrope2.generation.saved import carries_factors, read_factors, told_factors
 
 SUITES: dict[str, Suite] = {
     module.SUITE.name: module.SUITE
@@ -187,6 +188,7 @@ def run_evaluation(
         models.check_factors(factors, info)
     window = info.reading.window if factors is None else factors.target_length
     _check(config, info, factors, window, switch_length, backend_name)
+    described = _described(info, factors)
     started = time.monotonic()
     with world() as here, _alone(output, here):
         backend, facts = _backend(info, factors, window, switch_length, backend_name, here)
@@ -202,7 +204,6 @@ def run_evaluation(
             outcomes = evaluate(backend, config, journal, here, cache=cache or output / "samples")
         if not here.is_main:
             return
-        described = _described(info, factors)
         notes = [note for outcome in outcomes.values() for note in outcome.notes]
         if isinstance(backend, VllmBackend) and info.reading.rescaled is not None:
             notes.append(ONE_SIDE)
@@ -281,7 +282,11 @@ def _backend(
 
 
 def _described(info: models.ModelInfo, factors: RescaleFactors | None) -> dict[str, Any] | None:
-    """What rescales the model: factors, or what its own config says; None for an original model."""
+    """What rescales the model: factors, or what its own folder says; None for an original model."""
+    if factors is None and carries_factors(info) and Path(info.location).is_dir():
+        source, options = models.pretrained_source(info)
+        config = AutoConfig.from_pretrained(source, **options).get_text_config()
+        factors = told_factors(Path(source), read_factors(config))
     if factors is not None:
         lengths = {"original_length": factors.original_length, "target_length": factors.target_length}
         return {"method": factors.method, **lengths, "critical_dimension": factors.critical_dimension}

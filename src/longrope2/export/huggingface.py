@@ -15,9 +15,8 @@ from longrope2.export.output import atomic_folder, check_room
 from longrope2.export.weights import SourceModel, Stored, cast
 from longrope2.factors import RescaleFactors
 from longrope2.files import write_json, write_text
+from longrope2.generation.saved import FACTORS_FILE
 
-FACTORS_FILE = "factors.json"
-"""The truth that `verify` holds an exported folder to."""
 SHARD_BYTES = 4 << 30
 COMPANIONS = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",

@@ -13,10 +13,9 @@ import torch
 from longrope2.errors import ModelError
 from longrope2.export.config import forced_temperature, is_export, serving_config
 from longrope2.export.gguf import GGUFExport
-from longrope2.export.huggingface import FACTORS_FILE
 from longrope2.factors import RescaleFactors
 from longrope2.families import accept_mscales
-from longrope2.generation.saved import read_factors
+from longrope2.generation.saved import FACTORS_FILE, read_factors
 from longrope2.rotary import rescaled
 
 SAME = 1e-3

@@ -9,16 +9,16 @@ from torch import Tensor
 from longrope2.console import say, warn
 from longrope2.errors import LongRopeError
 from longrope2.export.card import card, read_results
-from longrope2.export.config import Profile, profiled, with_forced_temperature, with_provenance
+from longrope2.export.config import Profile, profile_of, profiled, with_forced_temperature, with_provenance
 from longrope2.export.engines import ENGINES, Format
 from longrope2.export.fold import QueryScale
 from longrope2.export.gguf import check_architecture, write_file
-from longrope2.export.huggingface import FACTORS_FILE, write_folder
+from longrope2.export.huggingface import write_folder
 from longrope2.export.output import check_output
 from longrope2.export.weights import SourceModel
 from longrope2.factors import RescaleFactors
 from longrope2.files import package_versions, write_text
-from longrope2.generation.saved import read_factors
+from longrope2.generation.saved import carries_factors, read_factors, told_factors
 from longrope2.models import describe
 
 PRECISIONS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -52,7 +52,7 @@ def export(
     folded = (chosen.long_attention_factor / exported.long_attention_factor) ** 2
     change = QueryScale(source.config, source.tensors.keys(), folded) if folded != 1 else _unchanged
     dtype = dtype or _precision(source.dtype)
-    exported = with_provenance(exported, _provenance(source, profile=profile, dtype=dtype, folded=folded))
+    exported = with_provenance(exported, _provenance(source, profile=profile_of(exported), dtype=dtype, folded=folded))
     text = card(
         _public_name(source.info.name),
         exported,
@@ -73,7 +73,8 @@ def export(
         fault = engine.fault(exported, source.info.reading.family)
         if engine.format == format and fault:
             warn(f"this export is not right in {engine.name}: {fault}")
-    say(f"wrote {output}: {profile}, {exported.original_length:,} → {exported.target_length:,} tokens, {dtype}")
+    window = f"{exported.original_length:,} → {exported.target_length:,} tokens"
+    say(f"wrote {output}: {profile_of(exported)}, {window}, {dtype}")
     say(f"check it with: longrope2 verify {output}")
 
 
@@ -102,30 +103,18 @@ def _factors(source: SourceModel, given: RescaleFactors | str | Path | None, *, 
     factors = given if isinstance(given, RescaleFactors) else RescaleFactors.load(given)
     # The original window is theirs to tell, where a config is silent or wrong about it.
     factors.check_fits(replace(info.rope, original_length=factors.original_length), info.name)
-    if carried is None or not _same(carried, factors):
+    if carried is None or not carried.rotates_as(factors):
         info.refuse_rescaled(extend_again=extend_again)
     return factors
 
 
 def _carried(source: SourceModel) -> RescaleFactors | None:
-    rescaled = source.info.reading.rescaled
-    if rescaled is None or rescaled.method != "longrope":
+    if not carries_factors(source.info):
         return None
     from transformers import CONFIG_MAPPING
 
     carried = read_factors(CONFIG_MAPPING[source.config["model_type"]].from_dict(source.config))
-    file = source.folder / FACTORS_FILE if source.folder else None
-    if file and file.is_file():
-        # Written by `train` or `export`, with what a config cannot tell: the method, and where they come from.
-        told = RescaleFactors.load(file)
-        return told if _same(told, carried) else carried
-    return carried
-
-
-def _same(one: RescaleFactors, other: RescaleFactors) -> bool:
-    told = ("method", "critical_dimension", "provenance")
-    values = [{k: v for k, v in factors.to_json().items() if k not in told} for factors in (one, other)]
-    return values[0] == values[1]
+    return told_factors(source.folder, carried) if source.folder else carried
 
 
 def _provenance(source: SourceModel, **how: object) -> dict[str, object]:

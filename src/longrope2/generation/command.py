@@ -259,6 +259,8 @@ def _tell(timing: Timing, prompt: int, room: int, switch: Switch | None) -> None
 
 
 def _switch_note(timing: Timing, prompt: int, room: int, switch: Switch) -> str:
+    if not switch.factors.switches:
+        return "one RoPE at every length: there was nothing to switch"
     limit = f"{switch.switch_length:,} tokens"
     if switch.strategy == "pin":
         side = "long" if prompt + room - 1 > switch.switch_length else "original"  # the last one is never run

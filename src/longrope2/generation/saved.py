@@ -13,6 +13,8 @@ from longrope2.models import ModelInfo
 
 # Beside the RoPE parameters, whose unknown keys transformers complains about; here it passes over them.
 OWN_KEY, SWITCH_LENGTH = "longrope2", "switch_length"
+FACTORS_FILE = "factors.json"
+"""What `train` and `export` write beside config.json; the truth that `verify` holds an exported folder to."""
 
 
 def write_factors(config: Any, factors: RescaleFactors, switch_length: int) -> None:
@@ -80,6 +82,13 @@ def read_factors(config: Any) -> RescaleFactors:
         long_attention_factor=parameters.get(LONG_MSCALE, attention_factor),
         short_attention_factor=parameters.get(SHORT_MSCALE, attention_factor),
     )
+
+
+def told_factors(folder: Path, carried: RescaleFactors) -> RescaleFactors:
+    """The factors of a folder's config with what that cannot tell: their method, and where they come from."""
+    file = folder / FACTORS_FILE
+    told = RescaleFactors.load(file) if file.is_file() else carried
+    return told if told.rotates_as(carried) else carried
 
 
 def read_switch_length(config: dict[str, Any]) -> int | None:

@@ -152,11 +152,14 @@ def _losses(data: Data) -> Chart | None:
     for kind, points in by_kind.items():
         tips = [f"step {step}, {kind} rows: {value:.4f}" for step, value in points]
         plot.line(points, tips, series=f"rows-{kind}", name=f"{kind} rows", dots=len(points) <= 60)
+    which = "Short rows with the original RoPE, long rows with the rescaled one."
+    if data["recipe"].get("train", {}).get("window") == "single":
+        which = "All rows with the rescaled RoPE."
     columns = ("step", *(f"loss_{kind}" for kind in kinds), "loss", "learning_rate", "tokens", "seconds")
     return Chart(
         name="losses",
         title="Training",
-        caption="Short rows with the original RoPE, long rows with the rescaled one. Rows differ, so single steps do.",
+        caption=f"{which} Rows differ, so single steps do.",
         svgs=(("", plot.render()),),
         columns=columns,
         rows=[[line.get(column) for column in columns] for line in log],

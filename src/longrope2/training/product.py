@@ -15,12 +15,11 @@ from longrope2.distributed import World
 from longrope2.errors import LongRopeError
 from longrope2.factors import RescaleFactors
 from longrope2.files import write_json
-from longrope2.generation.saved import warn_of_single_attention_factor, write_factors
+from longrope2.generation.saved import FACTORS_FILE, warn_of_single_attention_factor, write_factors
 from longrope2.training.trainable import merged
 
 SHARD_SIZE = "5GB"
 RECORD = "training.json"
-FACTORS = "factors.json"
 INDEX = "model.safetensors.index.json"
 SHOWN = ("config", "steps", "tokens", "seconds", "losses", "needles")
 """What must stand in a record for it to be shown."""
@@ -45,7 +44,7 @@ def write_product(
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         _write(model, tokenizer, factors, temporary, state, dtype)
-        factors.save(temporary / FACTORS)
+        factors.save(temporary / FACTORS_FILE)
         write_json(temporary / RECORD, record)
         for path in temporary.iterdir():
             with path.open("rb") as file:
@@ -63,7 +62,7 @@ def write_product(
 def product_problem(folder: Path, *, dtype: str) -> str | None:
     """Why a folder is not the whole product of a run, with weights of this type; None if it is."""
     try:
-        record, *_ = (_read(folder / name) for name in (RECORD, FACTORS, "config.json", "tokenizer_config.json"))
+        record, *_ = (_read(folder / name) for name in (RECORD, FACTORS_FILE, "config.json", "tokenizer_config.json"))
         if lacking := [name for name in SHOWN if name not in record]:
             return f"{RECORD} lacks {', '.join(lacking)}"
         files = _read(folder / INDEX)["weight_map"].values() if (folder / INDEX).exists() else ["model.safetensors"]
