@@ -1,9 +1,12 @@
 """Finding, refusing and loading models; GGUF against transformers' own reader."""
 
+import errno
 import json
+import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -15,7 +18,7 @@ from conftest import family_config, family_model
 from longrope2.errors import MissingExtraError, ModelError
 from longrope2.gguf_model import GGUFModel
 from longrope2.methods import rescale
-from longrope2.models import check_factors, describe, load, load_tokenizer, rescale_model
+from longrope2.models import check_factors, describe, load, load_tokenizer, rescale_model, weights_fingerprint
 
 gguf = pytest.importorskip("gguf")
 
@@ -153,8 +156,30 @@ class TestFolders:
         shutil.copytree(llama_folder, tmp_path / "m")
         file = tmp_path / "m" / "model.safetensors"
         file.write_bytes(file.read_bytes()[:1000])
-        with pytest.raises(ModelError, match="cannot be loaded"):
+        with pytest.raises(ModelError, match="its weights cannot be loaded") as caught:
             load(tmp_path / "m")
+        assert "copy or download them again" in caught.value.hint
+
+    def test_weights_that_may_not_be_read(self, llama_folder, monkeypatch):
+        """Before safetensors says that there is no such file."""
+        plain = Path.open
+
+        def forbidden(path, *arguments, **options):
+            if path.suffix == ".safetensors":
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            return plain(path, *arguments, **options)
+
+        monkeypatch.setattr(Path, "open", forbidden)
+        for work in (load, lambda folder: weights_fingerprint(describe(folder))):
+            with pytest.raises(ModelError, match=r"model.safetensors: cannot be read \(Permission denied\)") as caught:
+                work(llama_folder)
+            assert caught.value.hint == "check its permissions"
+
+    def test_a_tokenizer_that_is_not_there(self, llama_folder, tmp_path):
+        shutil.copy(llama_folder / "config.json", tmp_path)
+        with pytest.raises(ModelError, match="its tokenizer cannot be loaded") as caught:
+            load_tokenizer(describe(tmp_path))
+        assert "copy them from the base model" in caught.value.hint
 
     def test_missing_places(self, tmp_path):
         with pytest.raises(ModelError, match="no such folder or file"):

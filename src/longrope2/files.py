@@ -25,10 +25,7 @@ ATTEMPTS, PAUSE = 5, 0.1
 def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`; it takes the final name only if the block succeeds."""
     temporary = _temporary(path)
-    # mkstemp makes private files; an artefact gets the permissions any new file of the user would have.
-    umask = os.umask(0)
-    os.umask(umask)
-    temporary.chmod(0o666 & ~umask)
+    temporary.chmod(0o666 & ~umask())
     try:
         yield temporary
         with temporary.open("rb") as written:
@@ -39,6 +36,13 @@ def atomic_path(path: Path) -> Iterator[Path]:
             raise _unwritable(path, error) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def umask() -> int:
+    """What new files of the user are denied: mkstemp and safetensors make private ones, which an artefact is not."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def check_writable(path: Path) -> None:

@@ -6,7 +6,7 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from longrope2.console import warn
 from longrope2.distributed import is_main_process
@@ -167,7 +167,10 @@ def load_tokenizer(info: ModelInfo) -> Any:
     try:
         return AutoTokenizer.from_pretrained(source, **options)
     except (OSError, ValueError, RuntimeError) as error:
-        raise ModelError(f"{info.name}: its tokenizer cannot be loaded ({_first_line(error)})") from error
+        raise ModelError(
+            f"{info.name}: its tokenizer cannot be loaded ({_first_line(error)})",
+            hint="tokenizer.json and tokenizer_config.json belong beside config.json; copy them from the base model",
+        ) from error
 
 
 def pretrained_source(info: ModelInfo) -> tuple[str, dict[str, Any]]:
@@ -193,9 +196,9 @@ def weights_fingerprint(info: ModelInfo) -> str:
     files = [location] if location.is_file() else sorted(location.glob("*.safetensors"))
     digest = hashlib.sha256()
     for file in files:
-        size = file.stat().st_size
-        digest.update(f"{file.name}:{size}".encode())
-        with file.open("rb") as content:
+        with _open(file) as content:
+            size = file.stat().st_size
+            digest.update(f"{file.name}:{size}".encode())
             for k in range(SAMPLES):
                 content.seek(size * k // SAMPLES)
                 digest.update(content.read(SAMPLE_BYTES))
@@ -226,7 +229,10 @@ def _load_weights(info: ModelInfo, dtype: "torch.dtype", tensor_parallel: int) -
     try:
         return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, use_safetensors=True, **placement, **options)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ModelError(f"{info.name}: its weights cannot be loaded ({_first_line(error)})") from error
+        raise ModelError(
+            f"{info.name}: its weights cannot be loaded ({_first_line(error)})",
+            hint="the files may be cut short, or not belong to this config.json; copy or download them again",
+        ) from error
 
 
 def _local_config(path: Path) -> tuple[dict[str, Any], str]:
@@ -273,21 +279,33 @@ def _parse_config(file: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ModelError(f"{file}: not valid JSON ({error})") from error
+        raise ModelError(f"{file}: not valid JSON ({error})", hint="copy or download it again") from error
     if not isinstance(config, dict):
-        raise ModelError(f"{file}: expected a JSON object, got {type(config).__name__}")
+        raise ModelError(
+            f"{file}: expected a JSON object, got {type(config).__name__}", hint="copy or download it again"
+        )
     return config
 
 
+def _open(file: Path) -> BinaryIO:
+    """Weights to read; safetensors says of a file without permission that there is none."""
+    try:
+        return file.open("rb")
+    except OSError as error:
+        raise ModelError(f"{file}: cannot be read ({error.strerror})", hint="check its permissions") from error
+
+
 def _require_safetensors(folder: Path) -> None:
-    if any(folder.glob("*.safetensors")):
+    if files := list(folder.glob("*.safetensors")):
+        for file in files:
+            _open(file).close()
         return
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
         raise ModelError(
             f"{folder}: only pickled weights (.bin, .pt), which can run code when loaded",
             hint="convert them to safetensors with a tool you trust, in an environment you trust",
         )
-    raise ModelError(f"{folder}: no *.safetensors weights there")
+    raise ModelError(f"{folder}: no *.safetensors weights there", hint="copy or download them to its config.json")
 
 
 def _digest(content: bytes) -> str:

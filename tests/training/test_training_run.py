@@ -19,6 +19,7 @@ from longrope2.data.plan import build_plan, read_plan
 from longrope2.data.plan_command import run_plan
 from longrope2.errors import LongRopeError
 from longrope2.factors import RescaleFactors
+from longrope2.files import umask
 from longrope2.models import describe, rescale_model
 from longrope2.rotary import rescaled
 from longrope2.training.loop import StepResult, TrainConfig
@@ -75,6 +76,7 @@ def test_the_folder_is_a_plain_model_with_the_weights_of_memory(sample, finished
     assert RescaleFactors.load(folder / "factors.json") == RescaleFactors.load(sample.folder / "factors.json")
     assert AutoTokenizer.from_pretrained(folder).model_max_length == TARGET
     assert not [path for path in output.iterdir() if path.name.startswith(".")]
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o666 & ~umask()}
 
 
 def test_a_single_window_leaves_a_model_that_is_run_as_it_was_trained(sample, tmp_path):

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from longrope2.errors import LongRopeError
+from longrope2.files import umask
 
 MARGIN = 64 << 20
 """Bytes for tokenizer, config and the file system's own needs."""
@@ -49,12 +50,10 @@ def atomic_folder(output: Path) -> Iterator[Path]:
     except OSError as error:
         raise LongRopeError(f"{output}: cannot be written ({error.strerror})") from error
     try:
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o777 & ~umask)
+        temporary.chmod(0o777 & ~umask())
         yield temporary
         for file in temporary.iterdir():
-            file.chmod(0o666 & ~umask)  # as any new file of the user; some writers make private ones
+            file.chmod(0o666 & ~umask())
             with file.open("rb") as written:
                 os.fsync(written.fileno())
         replaced = temporary.with_name(temporary.name + ".replaced")

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from longrope2.distributed import World
 from longrope2.errors import LongRopeError
 from longrope2.factors import RescaleFactors
-from longrope2.files import write_json
+from longrope2.files import umask, write_json
 from longrope2.generation.saved import FACTORS_FILE, warn_of_single_attention_factor, write_factors
 from longrope2.training.trainable import merged
 
@@ -47,6 +47,7 @@ def write_product(
         factors.save(temporary / FACTORS_FILE)
         write_json(temporary / RECORD, record)
         for path in temporary.iterdir():
+            path.chmod(0o666 & ~umask())
             with path.open("rb") as file:
                 os.fsync(file.fileno())
         if folder.exists():  # damaged, or of another dtype
