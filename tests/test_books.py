@@ -168,7 +168,7 @@ def test_parquet(tmp_path: Path) -> None:
         ("books.jsonl", b'\n{"text": "\xe9"}\n', r"line 2: not UTF-8 \(byte 10 is 0xe9\)"),
         ("books.jsonl", b'{"text": "\\u0000"}\n', r"line 1: holds NUL characters"),
         ("books.jsonl", b'{"text": "\\ud83d"}\n', r"line 1: not valid Unicode"),
-        ("books.jsonl", b'{"title": "A", "body": "b"}\n', r"line 1: no column 'text', only title, body"),
+        ("books.jsonl", b'{"title": "A", "body": "b"}\n', r"line 1: no column 'text', only title, body\nhint: rename"),
         ("books.jsonl", b"{}\n", r"line 1: no column 'text', only none at all"),
         ("books.jsonl", b'{"text": null}\n', r"line 1: column 'text' holds a NoneType, a string expected"),
         ("books.jsonl", b"\n", r"books\.jsonl: no rows"),

@@ -234,7 +234,7 @@ def _from_rows(rows: Iterable[tuple[str, Row]], text_column: str, source: str) -
         if not isinstance(text, str):
             raise DataError(
                 f"{where}: column '{text_column}' holds a {type(text).__name__}, a string expected",
-                hint="name the column of the text",
+                hint=_rename(text_column),
             )
         title = next((str(row[column]) for column in TITLE_COLUMNS if row.get(column)), where)
         yield _book(title, text, where)
@@ -267,5 +267,9 @@ def _decode(data: bytes, where: str) -> str:
 def _no_column(text_column: str, columns: Iterable[str], where: str) -> DataError:
     return DataError(
         f"{where}: no column '{text_column}', only {', '.join(columns) or 'none at all'}",
-        hint="name the column of the text",
+        hint=_rename(text_column),
     )
+
+
+def _rename(text_column: str) -> str:
+    return f"rename the column of the text to '{text_column}'; a [[source]] of a plan may name another (text_column)"

@@ -8,7 +8,7 @@ import pytest
 from longrope2.books import Book, read_books
 from longrope2.cli import cli
 from longrope2.data.corpus import tokenise
-from longrope2.data.marks import document_marks
+from longrope2.data.marks import document_marks, plain_encoder
 from longrope2.data.recall import ATTEMPTS, WORDINGS, RecallConfig, _insert, recall_documents, write_recall
 from longrope2.data.sources import Source
 from longrope2.errors import DataError
@@ -133,10 +133,27 @@ def test_wrong_options_are_named(options, message):
 
 def test_books_that_are_too_short_or_missing_are_refused(tokenizer):
     config = RecallConfig(lengths=(1024,), documents=1)
-    with pytest.raises(DataError, match="no recall document of 1,022 tokens could be made from 1 books"):
+    with pytest.raises(DataError, match="no recall document of 1,024 tokens could be made from 1 books"):
         list(recall_documents(tokenizer, [Book(title="a", text="A few words. " * 99, source="a")], config))
     with pytest.raises(DataError, match="no books"):
         list(recall_documents(tokenizer, [], config))
+
+
+@pytest.mark.parametrize("length", [64, 72, 80])
+def test_too_short_a_length_is_told_to_be_that(tokenizer, books, length):
+    with pytest.raises(DataError, match=f"document of {length} tokens .*no room for a number") as caught:
+        list(recall_documents(tokenizer, books, RecallConfig(lengths=(length,), documents=1)))
+    assert caught.value.hint == "ask for a longer length"
+
+
+@pytest.mark.parametrize("line", ["", "\n"])
+def test_a_script_without_spaces_serves_too(tokenizer, line):
+    book = Book(title="a", text=("春眠不觉晓处处闻啼鸟。夜来风雨声花落知多少。" + line) * 400, source="a")
+    count = plain_encoder(tokenizer)
+    marks = document_marks(tokenizer)
+    for _, text in recall_documents(tokenizer, [book], RecallConfig(lengths=(512,), documents=4)):
+        assert marks.size(len(count([text])[0]), ends=True) == 512
+        assert QUESTION.search(text.splitlines()[-1])
 
 
 def test_what_cannot_be_is_refused_at_once(tokenizer, books, monkeypatch):

@@ -110,7 +110,7 @@ def recall_documents(
                 hint="give longer books, or ask for a shorter length",
             )
     for length in config.lengths:
-        maker = _Maker(books=shelf, count=count, tokens=length - around, needles=config.needles)
+        maker = _Maker(books=shelf, count=count, length=length, tokens=length - around, needles=config.needles)
         for number in range(config.documents):
             yield maker.make(np.random.default_rng([config.seed, length, number]))
 
@@ -119,28 +119,39 @@ def recall_documents(
 class _Maker:
     books: Sequence[Book]
     count: Count
+    length: int
+    """Of a document, in tokens."""
     tokens: int
-    """Of a document, without BOS and EOS."""
+    """The same without BOS and EOS."""
     needles: int
 
     def make(self, rng: np.random.Generator) -> tuple[str, str]:
+        has_room = False
         for _ in range(ATTEMPTS):
             book = self.books[int(rng.integers(len(self.books)))]
             start = int(rng.integers(max(1, len(book.text) - 8 * self.tokens)))
-            words = WORD.findall(book.text[start : start + 12 * self.tokens])[1:]  # the first one may be cut
-            document = self._fit(words, rng)
+            text = book.text[start : start + 12 * self.tokens]
+            words = WORD.findall(text)[1:] or list(text)  # the first one may be cut; some scripts have no spaces
+            instruction = INSTRUCTIONS[int(rng.integers(len(INSTRUCTIONS)))]
+            hidden = self._hidden(rng)
+            if hidden is None:
+                continue
+            has_room = True
+            document = self._fit(words, instruction, hidden, rng)
             if document is not None:
                 return f"recall, {book.title}", document
         raise DataError(
-            f"no recall document of {self.tokens:,} tokens could be made from {len(self.books)} books",
-            hint="give longer books, or ask for a shorter length",
+            f"no recall document of {self.length:,} tokens could be made from {len(self.books)} books"
+            + ("" if has_room else ": it has no room for a number and its question"),
+            hint="give longer books, or ask for a shorter length" if has_room else "ask for a longer length",
         )
 
-    def _fit(self, words: list[str], rng: np.random.Generator) -> str | None:
+    def _fit(
+        self, words: list[str], instruction: str, hidden: dict[str, tuple[str, str]], rng: np.random.Generator
+    ) -> str | None:
         """A document of exactly the wanted length from the first of these words, if they can give one."""
-        instruction = INSTRUCTIONS[int(rng.integers(len(INSTRUCTIONS)))]
-        hidden, book = self._hidden(rng), "".join(words)
-        if hidden is None or any(key in book for key in hidden):
+        book = "".join(words)
+        if any(key in book for key in hidden):
             return None
         inserted, last = [], []
         for number, (needle, question) in enumerate(hidden.values()):
