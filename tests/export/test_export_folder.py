@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 import longrope2
+from conftest import family_model
 from longrope2.errors import FactorsError, LongRopeError, ModelError
 from longrope2.export import huggingface, output, weights
 from longrope2.export.run import export
@@ -190,6 +191,12 @@ class TestCompanions:
         for name in ("tokenizer.json", "generation_config.json"):
             assert (tmp_path / "e" / name).read_bytes() == (TINY / name).read_bytes()
         assert AutoTokenizer.from_pretrained(tmp_path / "e")("It was 1848").input_ids
+
+    @pytest.mark.parametrize("tokenizer", [True, False])
+    def test_a_model_without_a_tokenizer_is_told_of(self, tmp_path, capsys, tokenizer):
+        model = family_folder(tmp_path / "m", "llama", tokenizer=tokenizer)
+        export(str(model), tmp_path / "e", factors=family_factors(family_model("llama")))
+        assert ("warning: this export has no tokenizer" in capsys.readouterr().err) is not tokenizer
 
     def test_tokenizer_of_transformers_5_loads_in_4(self, tmp_path):
         model = family_folder(tmp_path / "m", "llama")

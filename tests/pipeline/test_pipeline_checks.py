@@ -35,6 +35,8 @@ WRONG = {
     "rows = 6": ('tokens = "600"\nrows = 6', "data: both tokens and rows"),
     "repeat = true": ("seed = -1", "data: plan: seed must not be negative"),
     'path = "texts"': ('path = "nosuch"', "data: source 'nosuch': 'nosuch' is neither"),
+    'path = "texts"\ncut': ('path = ""\ncut', "data: sources: a source has no path"),
+    "[train]\nbatch": ("[export]\nformats = []\n[train]\nbatch", "export: formats is empty (name huggingface or gguf"),
     RECALL: ('buckets = ["recal"]', "no bucket is called 'recal'"),
     "up_to = 511": ("up_to = 200", "must end above its start"),
     NIAH: ("", "evaluate 1: suites is missing"),

@@ -1,6 +1,8 @@
 """Recipes: the presets are whole and the paper's, and a wrong one is refused with everything that is wrong."""
 
+import errno
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -172,14 +174,23 @@ def test_everything_that_is_wrong_is_named(tmp_path):
         read_recipe(tmp_path / "r.toml")
 
 
-def test_unreadable_recipes(tmp_path):
+def test_unreadable_recipes(tmp_path, monkeypatch):
     with pytest.raises(LongRopeError, match="did you mean 'tiny-laptop'"):
         read_recipe("tiny-laptp")
     (tmp_path / "r.toml").write_text("a = ")
     with pytest.raises(LongRopeError, match="not valid TOML"):
         read_recipe(tmp_path / "r.toml")
     (tmp_path / "r.toml").write_bytes(b"\xff\xfe")
-    with pytest.raises(LongRopeError, match="cannot be read"):
+    with pytest.raises(LongRopeError, match=r"r.toml: not UTF-8 \(byte 0\)\nhint: a recipe is a TOML file; save it as"):
+        read_recipe(tmp_path / "r.toml")
+
+    def forbidden(*_, **__):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(Path, "read_text", forbidden)
+    with pytest.raises(
+        LongRopeError, match=r"r.toml: cannot be read \(Permission denied\)\nhint: check its permissions"
+    ):
         read_recipe(tmp_path / "r.toml")
 
 

@@ -14,6 +14,8 @@ from longrope2.errors import DataError, all_problems
 PACKAGE_BOOKS = "books"
 """The word for the package's own books, without those held out for searching and testing. It means them always: a
 folder of that name is written ./books."""
+LARGEST_UPSAMPLE = 16
+"""Beyond it the longest document always comes first, and length ** upsample soon is no finite number."""
 WEIGHTED = re.compile(r"(?P<path>.+)=(?P<weight>[^=/\\]+)")
 
 
@@ -49,8 +51,8 @@ class Source:
             found.append("a source has no path")
         if not (math.isfinite(self.weight) and self.weight > 0):
             found.append(f"{subject}: weight must be positive, got {self.weight}")
-        if not (math.isfinite(self.upsample) and self.upsample >= 0):
-            found.append(f"{subject}: upsample must not be negative, got {self.upsample}")
+        if not 0 <= self.upsample <= LARGEST_UPSAMPLE:
+            found.append(f"{subject}: upsample must lie from 0 to {LARGEST_UPSAMPLE}, got {self.upsample}")
         if any(length < 8 for length in self.cut):
             found.append(f"{subject}: cut must hold lengths of at least 8 tokens, got {list(self.cut)}")
         return found

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longrope2.console import ProgressLine
+from longrope2.console import ProgressLine, warn
 from longrope2.export.config import serving_config
 from longrope2.export.output import atomic_folder, check_room
 from longrope2.export.weights import SourceModel, Stored, cast
@@ -23,6 +23,9 @@ COMPANIONS = (
     "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "LICENSE",
     "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt",
 )  # fmt: skip
+
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+"""One of these is what makes a tokenizer."""
 
 Change = Callable[[str, Tensor], Tensor]
 
@@ -95,6 +98,11 @@ def _write_tokenizer(source: SourceModel, folder: Path, factors: RescaleFactors)
         for name in COMPANIONS:
             if (source.folder / name).is_file():
                 shutil.copyfile(source.folder / name, folder / name)
+    if not any((folder / name).is_file() for name in VOCABULARIES):
+        warn(
+            f"this export has no tokenizer, since {source.info.name} has none of {', '.join(VOCABULARIES)}; "
+            "copy the base model's into it"
+        )
     file = folder / "tokenizer_config.json"
     if not file.is_file():
         return

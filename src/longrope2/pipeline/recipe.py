@@ -142,8 +142,12 @@ def _find(name: str | Path) -> tuple[str, str, Path | None]:
     if path.is_file():
         try:
             return str(path), path.read_text(encoding="utf-8"), path.parent
-        except (OSError, UnicodeDecodeError) as error:
-            raise LongRopeError(f"{path}: cannot be read ({error})") from error
+        except OSError as error:
+            raise LongRopeError(f"{path}: cannot be read ({error.strerror})", hint="check its permissions") from error
+        except UnicodeDecodeError as error:
+            raise LongRopeError(
+                f"{path}: not UTF-8 (byte {error.start:,})", hint="a recipe is a TOML file; save it as UTF-8"
+            ) from error
     known = presets()
     if str(name) in known:
         return f"recipe {name}", known[str(name)], None
