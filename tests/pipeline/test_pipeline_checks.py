@@ -57,6 +57,21 @@ def test_a_bad_recipe_is_refused_before_anything_is_done(recipe, tmp_path, befor
     assert not (tmp_path / "run").exists()
 
 
+def test_books_of_a_recipe_are_looked_for_where_the_command_runs(recipe, tmp_path, monkeypatch):
+    """Not beside the recipe, as sources are."""
+    named = recipe.with_name("named.toml")
+    text = recipe.read_text().replace(f'books = "{recipe.parent}/texts"', 'books = "texts"')
+    named.write_text(text.replace("[search]\n", '[search]\nbooks = "texts"\n'))
+    monkeypatch.chdir(recipe.parent)
+    job(named, tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(LongRopeError) as caught:
+        job(named, tmp_path / "run")
+    for stage in ("search", "data"):
+        assert f"{stage}: 'texts' is neither a file or folder here" in str(caught.value)
+    assert "source" not in str(caught.value)
+
+
 def test_all_problems_of_all_stages_are_in_one_message(recipe, tmp_path):
     (tmp_path / "texts").mkdir()
     text = (
