@@ -18,7 +18,7 @@ from conftest import family_config, family_model
 from longrope2.errors import MissingExtraError, ModelError
 from longrope2.gguf_model import GGUFModel
 from longrope2.methods import rescale
-from longrope2.models import check_factors, describe, load, load_tokenizer, rescale_model, weights_fingerprint
+from longrope2.models import ASSETS, check_factors, describe, load, load_tokenizer, rescale_model, weights_fingerprint
 
 gguf = pytest.importorskip("gguf")
 
@@ -180,6 +180,13 @@ class TestFolders:
         with pytest.raises(ModelError, match="its tokenizer cannot be loaded") as caught:
             load_tokenizer(describe(tmp_path))
         assert "copy them from the base model" in caught.value.hint
+
+    def test_tiny_is_the_packages_unless_a_model_has_that_name(self, llama_folder, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "tiny").mkdir()
+        assert describe("tiny").location == str(ASSETS / "tiny")
+        shutil.copy(llama_folder / "config.json", tmp_path / "tiny")
+        assert describe("tiny").location == "tiny"
 
     def test_missing_places(self, tmp_path):
         with pytest.raises(ModelError, match="no such folder or file"):

@@ -99,7 +99,8 @@ def describe(name: str | Path, *, original_length: int | None = None) -> ModelIn
     """Read a model's configuration: a folder, a .gguf file, a hub id (owner/name[@revision]), or `tiny`."""
     accept_mscales()
     name = str(name)
-    if name == TINY and not Path(name).exists():
+    # A folder of that name only where it is a model: recipes/tiny, for one, is none.
+    if name == TINY and not (Path(name) / "config.json").exists():
         location: Path | str = ASSETS / TINY
     elif Path(name).exists() or not HUB_ID.fullmatch(name):
         location = Path(name)
