@@ -84,7 +84,10 @@ def switching(
 def check_switch_length(switch_length: int, target_length: int) -> None:
     """Refuse a switch length that no row could have or that leaves none for the long side."""
     if not 1 <= switch_length <= target_length:
-        raise LongRopeError(f"switch_length must lie from 1 to the target length {target_length}, got {switch_length}")
+        raise LongRopeError(
+            f"switch_length must lie from 1 to the target length {target_length}, got {switch_length}",
+            hint="leave it out: the original window; `longrope2 calibrate` measures a better one",
+        )
 
 
 @cache
