@@ -490,15 +490,16 @@ def evaluate(model: str, output: Path, **options: Any) -> None:
 @click.argument("runs", nargs=-1, required=True, metavar="[NAME=]RUN...")
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FOLDER", help="For markdown, JSON, figures.")
 @click.option("--base", metavar="NAME", help="The row that retention refers to; default: the one without factors.")
+@click.option("--against", metavar="NAME", help="Also the differences to that row, question by question.")
 @json_option
-def compare(runs: tuple[str, ...], output: Path | None, base: str | None, as_json: bool) -> None:
+def compare(runs: tuple[str, ...], output: Path | None, base: str | None, against: str | None, as_json: bool) -> None:
     """Put evaluations side by side, methods as rows.
 
     RUN is a folder of `longrope2 evaluate` or a file like its results.json; NAME, if given, is its row's label.
     """
     from longrope2.evaluation.compare import run_compare
 
-    run_compare(runs, output, base=base, as_json=as_json)
+    run_compare(runs, output, base=base, against=against, as_json=as_json)
 
 
 @cli.command()

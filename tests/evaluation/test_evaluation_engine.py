@@ -1,6 +1,7 @@
 """Batches, journal, several processes and kills: the same answers whatever happens on the way."""
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -238,6 +239,7 @@ def same_results(folder, reference) -> None:
     found, expected = (json.loads((place / "results.json").read_text()) for place in (folder, reference))
     assert found["scores"] == expected["scores"]
     assert found["grids"] == expected["grids"]
+    assert found["values"] == expected["values"]
     for kind in ("answer", "likelihood"):
         lines, others = (entries(place / "generations.jsonl", kind) for place in (folder, reference))
         assert sorted(lines, key=lambda entry: entry["id"]) == sorted(others, key=lambda entry: entry["id"])
@@ -248,6 +250,11 @@ def test_the_tiny_model_finds_its_needles(reference):
     (niah,) = [score for score in result["scores"] if score["suite"] == "niah"]
     assert (niah["score"], niah["samples"]) == (100.0, 11)
     assert result["grids"]["niah"]["lengths"] == [256]
+    assert result["values"]["niah/niah/256"]["values"] == [1.0] * 11
+    (book,) = [score for score in result["scores"] if score["suite"] == "perplexity"]
+    losses = result["values"]["perplexity/full/256"]["values"]
+    assert len(losses) == book["samples"]
+    assert book["score"] == pytest.approx(math.exp(sum(losses) / len(losses)))
     assert (reference / "niah.png").stat().st_size > 1000
 
 

@@ -69,11 +69,11 @@ def test_accuracy_and_perplexity():
     assert (found.score, found.samples) == (62.5, 4)
     assert found.low < 62.5 < found.high
     scores = [Score(2.0, 2, exact=False), Score(9.0, 3, exact=False)]
-    book = perplexity(scores, suite="s", task="t", length=8)
+    book = perplexity(scores, suite="s", task="t", length=8, asked="x")
     assert book.score == pytest.approx(math.exp(11 / 5))  # each token counts the same
     assert book.low < book.score < book.high
-    assert perplexity(scores[:1], suite="s", task="t", length=8).low is None
-    assert perplexity([Score(math.inf, 1, exact=False)], suite="s", task="t", length=8).score is None
+    assert perplexity(scores[:1], suite="s", task="t", length=8, asked="x").low is None
+    assert perplexity([Score(math.inf, 1, exact=False)], suite="s", task="t", length=8, asked="x").score is None
 
 
 def test_averages_follow_their_length():

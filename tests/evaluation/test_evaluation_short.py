@@ -98,6 +98,7 @@ def test_the_same_scores_as_the_harness_with_its_own_model(tiny, data, tmp_path,
                 assert prompt.count(document["doc"]["ctx_a"]) == 1, "a question among its own examples"
         scores = [document[metric] for part in results["samples"].values() for document in part]
         assert found[task].score == pytest.approx(100 * sum(scores) / len(scores), rel=1e-4), task
+        assert found[task].each.values == pytest.approx(scores, rel=1e-4), task
     assert "hellaswag: examples come from the validation file" in notes[1]
     assert outcome.notes == notes
     # All of it is in the journal, so that nothing is computed again.

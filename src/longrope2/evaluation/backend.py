@@ -13,7 +13,7 @@ from torch import Tensor
 from longrope2.attention import our_attention
 from longrope2.errors import LongRopeError
 from longrope2.evaluation.decoding import RowsCache, one_token_each, rows_attention
-from longrope2.evaluation.samples import cut_at_stop
+from longrope2.evaluation.samples import cut_at_stop, digest
 from longrope2.generation.run import Switch
 from longrope2.perplexity import LOGIT_ROWS, Score, head_logits, total
 
@@ -39,6 +39,10 @@ class Span:
 
     token_ids: Sequence[int]
     start: int
+
+    def digest(self) -> str:
+        """What the likelihood depends on."""
+        return digest("likelihood", list(self.token_ids), self.start)
 
 
 class Backend(Protocol):

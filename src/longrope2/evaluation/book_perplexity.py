@@ -7,7 +7,7 @@ from longrope2.errors import DataError
 from longrope2.evaluation.backend import Span
 from longrope2.evaluation.engine import Engine
 from longrope2.evaluation.results import Measured, Outcome, perplexity
-from longrope2.evaluation.samples import encode
+from longrope2.evaluation.samples import digest, encode
 from longrope2.evaluation.suites import Setup, Suite
 from longrope2.perplexity import total
 
@@ -79,7 +79,8 @@ def run(setup: Setup, engine: Engine) -> Outcome:
             spans = [span for part in by_text for span in part]
             scores = iter(engine.scores(spans, f"perplexity {task} {length:,}"))
             whole = [total([next(scores) for _ in part]) for part in by_text]
-            measured.append(perplexity(whole, suite=NAME, task=task, length=length))
+            asked = digest([span.digest() for span in spans])
+            measured.append(perplexity(whole, suite=NAME, task=task, length=length, asked=asked))
     return Outcome(measured=measured)
 
 

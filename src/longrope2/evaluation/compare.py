@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from longrope2.console import say, show_json, show_table, warn
 from longrope2.errors import DataError, LongRopeError, MissingExtraError
-from longrope2.evaluation.results import AVERAGE, RESULTS, SCORE, grid_misfit
+from longrope2.evaluation.paired import differences
+from longrope2.evaluation.results import AVERAGE, RESULTS, SCORE, VALUES, grid_misfit
 from longrope2.evaluation.suites import chosen
 from longrope2.evaluation.table import CAPTION, HEADS, TITLES, Score, Table, cell, suites_of
 from longrope2.figures import draw_by_length, draw_heatmaps, length_label
@@ -20,10 +21,11 @@ RUN = {"name": str, "model": str, "factors": dict | None, "notes": [str], "score
 """What is read of it."""
 
 
-def compare(places: Sequence[Path | str], *, base: str | None = None) -> dict[str, Any]:
+def compare(places: Sequence[Path | str], *, base: str | None = None, against: str | None = None) -> dict[str, Any]:
     """Read finished evaluations and put them side by side; `base` names the row that retention refers to.
 
-    A place is the folder of an evaluation or its file; NAME=PLACE gives the row another name.
+    A place is the folder of an evaluation or its file; NAME=PLACE gives the row another name. With `against`, further
+    tables have the difference of each row to that one, question by question.
     """
     labelled = [_split(place) for place in places]
     runs = [_read(folder) | ({"name": label} if label else {}) for label, folder in labelled]
@@ -31,6 +33,9 @@ def compare(places: Sequence[Path | str], *, base: str | None = None) -> dict[st
     base = _base(runs, names, base)
     by_name = {name: run["scores"] for name, run in zip(names, runs, strict=True)}
     tables = [table for suite in _all_suites(runs) for table in _tables(suite, by_name, base)]
+    apart = {} if against is None else _differences(runs, names, against)
+    for suite in suites_of([score for scores in apart.values() for score in scores]):
+        tables += [_against(table, suite, against) for table in _tables(suite, apart, None)]
     return {
         "runs": [
             {"name": name, "folder": str(folder), **{key: run[key] for key in ("model", "factors", "notes")}}
@@ -39,15 +44,19 @@ def compare(places: Sequence[Path | str], *, base: str | None = None) -> dict[st
         "base": base,
         "retention": retention(by_name, base),
         "scores": by_name,
+        "against": against,
+        "differences": apart,
         "grids": {name: run["grids"] for name, run in zip(names, runs, strict=True) if run["grids"]},
         "tables": [asdict(table) for table in tables],
         "markdown": "\n".join(table.markdown() for table in tables) + _remarks(names, runs),
     }
 
 
-def run_compare(places: Sequence[Path | str], output: Path | None, *, base: str | None, as_json: bool) -> None:
+def run_compare(
+    places: Sequence[Path | str], output: Path | None, *, base: str | None, against: str | None, as_json: bool
+) -> None:
     """`longrope2 compare`."""
-    result = compare(places, base=base)
+    result = compare(places, base=base, against=against)
     if output is not None:
         write_json(output / "compare.json", result)
         write_text(output / "compare.md", result["markdown"])
@@ -106,6 +115,7 @@ def _check(result: Any) -> list[str]:
     problems = [misfit(result, RUN)]
     if problems == [None]:
         problems += [grid_misfit(grid) for grid in result["grids"].values()]
+        problems.append(misfit(result.setdefault("values", {}), VALUES, "values"))  # which older releases did not write
         problems += [_gap(score) for score in result["scores"]]
     if found := next(filter(None, problems), None):
         raise ValueError(found)
@@ -151,6 +161,28 @@ def _tables(suite: str, by_name: Mapping[str, Sequence[Score]], base: str | None
     if suite in BY_LENGTH:
         return [_by_length(TITLES[suite], own, None, CAPTION)]
     return [_by_task(suite, own, base if suite == "short" else None)]
+
+
+def _differences(runs: Sequence[dict[str, Any]], names: Sequence[str], against: str) -> dict[str, Sequence[Score]]:
+    """How much more each row has than one of them, on what both were asked."""
+    theirs = runs[names.index(chosen("run", [against], names)[0])]["values"]
+    found: dict[str, Sequence[Score]] = {
+        name: [apart.to_json() for apart in differences(run["values"], theirs)]
+        for name, run in zip(names, runs, strict=True)
+        if name != against
+    }
+    if not any(found.values()):
+        raise LongRopeError(
+            f"no other row was asked what {against} was asked, or they do not say",
+            hint="evaluate all with the same suites, lengths, samples and seed, by this release",
+        )
+    return found
+
+
+def _against(table: Table, suite: str, against: str | None) -> Table:
+    unit = "percent" if suite == "perplexity" else "points"
+    caption = f"{unit} more than {against}, question by question, with 95% intervals"
+    return replace(table, title=f"{table.title}, against {against}", caption=caption)
 
 
 def _by_length(title: str, own: Mapping[str, Sequence[Score]], task: str | None, caption: str) -> Table:

@@ -13,7 +13,7 @@ from longrope2.console import ProgressLine
 from longrope2.distributed import World
 from longrope2.errors import DataError
 from longrope2.evaluation.backend import Backend, Prompt, Span
-from longrope2.evaluation.samples import Sample, digest, prompt_tokens
+from longrope2.evaluation.samples import Sample, prompt_tokens
 from longrope2.journal import JournalFile
 from longrope2.perplexity import Score
 
@@ -112,7 +112,7 @@ class Engine:
 
     def scores(self, spans: Sequence[Span], label: str) -> list[Score]:
         """The likelihood of each span."""
-        ids = [digest("likelihood", list(span.token_ids), span.start) for span in spans]
+        ids = [span.digest() for span in spans]
 
         def compute(batch: Sequence[int]) -> list[Score]:
             return self.backend.score([spans[index] for index in batch])

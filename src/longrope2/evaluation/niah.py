@@ -8,7 +8,7 @@ from longrope2 import needles
 from longrope2.books import read_books
 from longrope2.errors import DataError
 from longrope2.evaluation.engine import Engine
-from longrope2.evaluation.results import Outcome, accuracy, answered
+from longrope2.evaluation.results import Measured, Outcome, accuracy, answered, by_task
 from longrope2.evaluation.ruler.prompt import chat_frame
 from longrope2.evaluation.samples import Sample, encode
 from longrope2.evaluation.suites import Setup, Suite
@@ -85,11 +85,12 @@ def check_length(tokenizer: Any, length: int, chat: bool) -> None:
 
 def run(setup: Setup, engine: Engine) -> Outcome:
     """All lengths; the grid has a cell for each length and depth."""
-    measured, cells = [], {}
+    measured: list[Measured] = []
+    cells = {}
     for length in setup.lengths:
         samples = niah_samples(setup, length)
         scores = answered(samples, engine, f"niah {length:,}")
-        measured.append(accuracy(scores, suite=NAME, task=NAME, length=length, metric="number found"))
+        measured += by_task(samples, scores, "number found")
         by_depth: dict[float, list[float]] = defaultdict(list)
         for sample, score in zip(samples, scores, strict=True):
             by_depth[sample.details["depth"]].append(score)

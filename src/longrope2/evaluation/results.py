@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from longrope2.evaluation.engine import Engine
-from longrope2.evaluation.samples import Sample
+from longrope2.evaluation.samples import Sample, digest
 from longrope2.evaluation.statistics import mean_of_means, student, wilson
 from longrope2.perplexity import Score, total
 from longrope2.shapes import misfit
@@ -21,6 +21,18 @@ SCORE = {
 """The shape of a number in results.json: see `Measured`."""
 GRID = {"lengths": [int], "depths": [float], "cells": [[{"score": float, "samples": int}]]}
 """The shape of a grid there: a row of cells for each depth, a cell for each length."""
+VALUES = {...: {"asked": str, "values": [float | None]}}
+"""The shape of `values` there, by suite/task/length: see `Values`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Values:
+    """The samples behind a number, one by one: what two models made of the same questions can be paired."""
+
+    asked: str
+    """A hash of the questions."""
+    values: tuple[float | None, ...]
+    """Scores from 0 to 1, or documents' mean negative log-likelihoods; None where that is infinite."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +50,17 @@ class Measured:
     low: float | None
     high: float | None
     """The ends of the 95% interval; None where a single document cannot tell."""
+    each: Values | None = field(default=None, repr=False)
+    """None for an average, and for a cell of a grid."""
+
+    @property
+    def place(self) -> str:
+        """Where it belongs, in one word."""
+        return f"{self.suite}/{self.task}/{self.length}"
 
     def to_json(self) -> dict[str, Any]:
-        """As results.json has it."""
-        return asdict(self)
+        """As `scores` in results.json has it."""
+        return {name: value for name, value in asdict(self).items() if name != "each"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +84,10 @@ def grid_misfit(grid: Any) -> str | None:
     return None if whole else "cells are not as many as lengths and depths"
 
 
-def accuracy(scores: Sequence[float], *, suite: str, task: str, length: int | None, metric: str) -> Measured:
-    """The mean of scores between 0 and 1, in percent."""
+def accuracy(
+    scores: Sequence[float], *, suite: str, task: str, length: int | None, metric: str, asked: str | None = None
+) -> Measured:
+    """The mean of scores between 0 and 1, in percent; `asked` is a hash of the questions."""
     mean = sum(scores) / len(scores)
     low, high = wilson(mean, len(scores))
     return Measured(
@@ -78,6 +99,7 @@ def accuracy(scores: Sequence[float], *, suite: str, task: str, length: int | No
         samples=len(scores),
         low=100 * low,
         high=100 * high,
+        each=None if asked is None else Values(asked=asked, values=tuple(scores)),
     )
 
 
@@ -99,9 +121,10 @@ def average(parts: Sequence[Measured]) -> Measured:
     )
 
 
-def perplexity(scores: Sequence[Score], *, suite: str, task: str, length: int) -> Measured:
+def perplexity(scores: Sequence[Score], *, suite: str, task: str, length: int, asked: str) -> Measured:
     """Each token counts the same; the interval is Student's, of the documents' mean log-likelihoods."""
-    ends = student([score.nll / score.num_tokens for score in scores])
+    means = [score.nll / score.num_tokens for score in scores]
+    ends = student(means)
     value = total(scores).perplexity
     low, high = (None, None) if ends is None else (_finite_exp(end) for end in ends)
     return Measured(
@@ -113,6 +136,7 @@ def perplexity(scores: Sequence[Score], *, suite: str, task: str, length: int) -
         samples=len(scores),
         low=low,
         high=high,
+        each=Values(asked=asked, values=tuple(mean if math.isfinite(mean) else None for mean in means)),
     )
 
 
@@ -135,7 +159,9 @@ def by_task(samples: Sequence[Sample], scores: Sequence[float], metrics: dict[st
     pairs = list(zip(samples, scores, strict=True))
     for (suite, task, length), group in groupby(pairs, key=lambda pair: (pair[0].suite, pair[0].task, pair[0].length)):
         metric = metrics if isinstance(metrics, str) else metrics[task]
-        found.append(accuracy([score for _, score in group], suite=suite, task=task, length=length, metric=metric))
+        own, answers = zip(*group, strict=True)
+        asked = digest([sample.digest() for sample in own])
+        found.append(accuracy(answers, suite=suite, task=task, length=length, metric=metric, asked=asked))
     return found
 
 

@@ -215,6 +215,12 @@ def run_evaluation(
             "config": asdict(config),
             "notes": notes,
             "scores": [measured.to_json() for outcome in outcomes.values() for measured in outcome.measured],
+            "values": {
+                measured.place: asdict(measured.each)
+                for outcome in outcomes.values()
+                for measured in outcome.measured
+                if measured.each is not None
+            },
             "grids": {suite: outcome.grid for suite, outcome in outcomes.items() if outcome.grid is not None},
             "versions": package_versions("torch", "transformers", "lm_eval", "vllm"),
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",

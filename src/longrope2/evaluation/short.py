@@ -9,6 +9,7 @@ from typing import Any
 from longrope2.errors import LongRopeError, require
 from longrope2.evaluation.engine import Engine
 from longrope2.evaluation.results import Measured, Outcome, accuracy, with_averages
+from longrope2.evaluation.samples import digest
 from longrope2.evaluation.short_data import local_tasks
 from longrope2.evaluation.suites import Setup, Suite, chosen
 
@@ -95,15 +96,16 @@ def _prepare(task: Any, examples: int | None, seed: int) -> None:
 def _measure(task: str, samples: dict[str, list[dict[str, Any]]]) -> Measured:
     """The mean over all documents; those of a group's tasks count the same, as the harness weighs them."""
     documents = [document for part in samples.values() for document in part]
-    metric = METRICS.get(task) or _first_metric(documents[0])
     # Several filters read the same answer in different ways; the first one is the strict one.
-    first = documents[0]["filter"]
-    scores = [float(document[metric]) for document in documents if document["filter"] == first]
+    documents = [document for document in documents if document["filter"] == documents[0]["filter"]]
+    metric = METRICS.get(task) or _first_metric(documents[0])
+    scores = [float(document[metric]) for document in documents]
     if any(not 0 <= score <= 1 for score in scores):
         raise LongRopeError(
             f"short task {task}: its metric {metric} is no score between 0 and 1", hint="run it with lm_eval itself"
         )
-    return accuracy(scores, suite=NAME, task=task, length=None, metric=metric)
+    asked = digest([document["prompt_hash"] for document in documents])
+    return accuracy(scores, suite=NAME, task=task, length=None, metric=metric, asked=asked)
 
 
 def _first_metric(document: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""How sure a number is: 95% intervals of scores and of perplexities."""
+"""How sure a number is: 95% intervals of scores, of perplexities, and of differences between two models."""
 
 import math
 from collections.abc import Sequence
@@ -27,6 +27,21 @@ def mean_of_means(means: Sequence[float], counts: Sequence[int]) -> tuple[float,
     variance = sum(centre * (1 - centre) / count for centre, count in zip(centres, counts, strict=True)) / tasks**2
     middle = sum(centres) / tasks
     return sum(means) / tasks, min(scores, middle * (1 - middle) / variance)
+
+
+def paired(tasks: Sequence[Sequence[float]]) -> tuple[float, float, float]:
+    """The plain mean over tasks of differences between two scores of the same sample, and its interval.
+
+    Bonett and Price's for right and wrong (2012): as if one more sample had been won and one lost, which keeps it from
+    being empty where two models answer alike. Here also for scores in between, and each task counts the same.
+    """
+    count = len(tasks) ** 2 / sum(1 / len(task) for task in tasks)  # of samples as unsure as all of these
+    weighted = [(count / (count + 2) / len(tasks) / len(task), value) for task in tasks for value in task]
+    weighted += [(1 / (count + 2), 1.0), (1 / (count + 2), -1.0)]
+    middle = sum(weight * value for weight, value in weighted)
+    reach = NORMAL_QUANTILE * math.sqrt(sum(weight**2 * (value - middle) ** 2 for weight, value in weighted))
+    mean = sum(sum(task) / len(task) for task in tasks) / len(tasks)
+    return mean, max(-1.0, middle - reach), min(1.0, middle + reach)
 
 
 def _centre(mean: float, count: float) -> float:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from longrope2.evaluation.paired import PERCENT, POINTS
 from longrope2.evaluation.results import AVERAGE
 from longrope2.figures import length_label
 
@@ -42,6 +43,7 @@ HEADS = {
     "gsm8k": "GSM8K",
 }
 CAPTION = "percent with 95% intervals"
+PLACES = {"perplexity": 3, PERCENT: 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +71,13 @@ def cell(score: Score | None) -> str:
     """A number with its interval."""
     if score is None:
         return "-"
-    places = 3 if score["metric"] == "perplexity" else 1
-    value = "overflow" if score["score"] is None else f"{score['score']:.{places}f}"
+    places = PLACES.get(score["metric"], 1)
+    sign = "+" if score["metric"] in (POINTS, PERCENT) else ""
+    value = "overflow" if score["score"] is None else f"{score['score']:{sign}.{places}f}"
     if score["low"] is None or score["high"] is None:
         return value
-    return f"{value} ({score['low']:.{places}f}–{score['high']:.{places}f})"
+    to = " to " if sign else "–"  # a dash would read as a minus
+    return f"{value} ({score['low']:{sign}.{places}f}{to}{score['high']:{sign}.{places}f})"
 
 
 def suites_of(scores: Iterable[Score]) -> list[str]:
