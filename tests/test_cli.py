@@ -217,3 +217,12 @@ def test_a_process_with_an_error_of_its_own_tells_it_in_the_end(monkeypatch, cap
         assert failing_main(monkeypatch, KeyboardInterrupt()) == 130
         assert capsys.readouterr().err == ""
     assert 0 < waits[0] < waits[1]
+
+
+def test_json_has_lists_of_plain_values_on_one_line(tmp_path):
+    value = {"a": [1, 2.5, None], "b": ["x, [y]", "{"], "c": [[1, 2], [3]], "d": [], "e": [{"f": ["g\nh", '"', "\\"]}]}
+    files.write_json(tmp_path / "x.json", value)
+    text = (tmp_path / "x.json").read_text()
+    assert json.loads(text) == value
+    assert ' "a": [1, 2.5, null],\n' in text
+    assert "  [1, 2],\n" in text

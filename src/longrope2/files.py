@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -19,6 +20,8 @@ if sys.platform != "win32":  # where nobody is kept out
 
 ATTEMPTS, PAUSE = 5, 0.1
 """How often to try for a lock, and the seconds between."""
+_PLAIN_LIST = re.compile(r"\[\n\s*([^\[\]{}]*?)\n\s*\]")
+_BREAK = re.compile(r"\n\s*")
 
 
 @contextmanager
@@ -78,7 +81,10 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file atomically; NaN and infinity are refused, since JSON has neither."""
-    write_text(path, json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False)
+    # A number a line makes lists that nobody reads; a line break stands between values only, never within a string.
+    text = _PLAIN_LIST.sub(lambda found: f"[{_BREAK.sub(' ', found[1])}]", text)
+    write_text(path, text + "\n")
 
 
 @contextmanager
