@@ -78,7 +78,8 @@ def test_a_row_is_what_its_folder_holds(recipe, tmp_path, monkeypatch):
     def evaluate(model, *, output, suites, beyond_window, **options):
         asked.append((output.name, beyond_window, options.get("lengths")))
         score = {"suite": suites[0], "task": output.name, "score": 1.0}
-        result = {"scores": [score], "grids": {}, "notes": [], "versions": {}, "device": "cpu", "seconds": 1.0}
+        result = {"scores": [score], "values": {output.name: 1}, "grids": {}, "notes": [], "seconds": 1.0}
+        result |= {"versions": {}, "device": "cpu"}
         output.mkdir(parents=True)
         (output / "results.json").write_text(json.dumps(result))
 
@@ -90,5 +91,6 @@ def test_a_row_is_what_its_folder_holds(recipe, tmp_path, monkeypatch):
     bench.run("base", {"mmlu"})
     bench.run("base", {"needles"})
     assert asked[1] == ("needles", True, tuple(1024 * n for n in (4, 8, 16, 32)))
-    scores = json.loads((tmp_path / "base.json").read_text())["scores"]
-    assert [score["task"] for score in scores] == ["needles", "mmlu"]
+    row = json.loads((tmp_path / "base.json").read_text())
+    assert [score["task"] for score in row["scores"]] == ["needles", "mmlu"]
+    assert row["values"] == {"needles": 1, "mmlu": 1}

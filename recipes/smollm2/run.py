@@ -97,7 +97,7 @@ class Row:
 
 MAIN = {"table": "main-32k", "steps": 153, "evaluations": ALL}
 BOOKS = {"table": "books-32k", "mix": "books-32k", "steps": 153, "evaluations": ALL}
-ABLATION = {"table": "ablations-32k", "steps": 153}  # the main table's rows are what they compare with
+ABLATION = {"table": "ablations-32k", "steps": 153}  # compared with YaRN, NTK, paper and wide of the main table
 TUNING = {"table": "tuning", "mix": "books-32k", "make": closed("yarn"), "window": "single", "steps": 40}
 LONGEST = {"table": "main-64k", "mix": "mix-64k", "length": 64 * K}
 SINGLE = {"window": "single"}
@@ -116,11 +116,12 @@ ROWS: dict[str, Row] = {
     "ntk-rcd": Row(title="NTK-rcd", make=closed("ntk-rcd"), **SINGLE, **ABLATION),
     "plain": Row(title="plain perplexity as objective", make=searched(objective="plain"), **ABLATION),
     "all": Row(title="all dimensions searched", make=searched(dimensions="all"), **ABLATION),
-    "wide-single": Row(
-        title="no mixed windows", make=same_as("wide"), evaluations=(*LONG, *SHORT), **SINGLE, **ABLATION
+    "paper-single": Row(
+        title="no mixed windows", make=same_as("paper"), evaluations=(*LONG, *SHORT), **SINGLE, **ABLATION
     ),
     "wide-cold": Row(title="temperature 1", make=same_as("wide", long_attention_factor=1.0), **ABLATION),
     "yarn-64k": Row(title="YaRN", make=closed("yarn"), **SINGLE, **LONGEST),
+    "paper-64k": Row(title="LongRoPE2 (paper)", make=searched(), **LONGEST),
     "wide-64k": Row(title="LongRoPE2 (wide)", make=searched(space="wide"), **LONGEST),
     "tune-1e-4": Row(title="1e-4", learning_rate=1e-4, **TUNING),
     "tune-3e-4": Row(title="3e-4", learning_rate=3e-4, **TUNING),
@@ -263,6 +264,7 @@ class Bench:
             "learning_rate": row.learning_rate,
             "factors": self.factors(name).to_json() if row.make else None,
             "scores": [score for result in results for score in result["scores"]],
+            "values": {place: values for result in results for place, values in result["values"].items()},
             "grids": {suite: grid for result in results for suite, grid in result["grids"].items()},
             "notes": [note for result in results for note in result["notes"]],
             "versions": results[0]["versions"],
