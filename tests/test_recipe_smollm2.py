@@ -9,6 +9,7 @@ import pytest
 from longrope2.books import read_books
 from longrope2.data.plan_command import read_config
 from longrope2.evaluation.run import EvaluationConfig
+from longrope2.search.evolution import EvolutionConfig
 from longrope2.search.run import SearchConfig
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "smollm2"
@@ -64,11 +65,12 @@ def test_searches_are_ones_that_can_be_made(recipe, monkeypatch):
     monkeypatch.setattr(recipe, "search_factors", lambda model, length, folder, **options: made.append(options))
     bench = recipe.Bench(model="m", data=Path("d"), output=Path("o"))
     bench.__dict__["base"] = "m"
-    for name in ("longrope", "paper", "wide", "plain", "all", "wide-depths"):
+    for name in ("longrope", "paper", "wide", "plain", "all", "wide-depths", "paper-64k", "wide-64k"):
         recipe.ROWS[name].make(bench, 32 * 1024, Path("f"))
     for options in made:
-        kept = {name: value for name, value in options.items() if name != "iterations"}
-        assert SearchConfig(target_length=32 * 1024, **kept).problems() == []
+        schedule = {name: options.pop(name) for name in ("iterations", "race_confidence") if name in options}
+        config = SearchConfig(target_length=32 * 1024, evolution=EvolutionConfig(**schedule), **options)
+        assert config.problems() == []
 
 
 def test_a_row_is_what_its_folder_holds(recipe, tmp_path, monkeypatch):

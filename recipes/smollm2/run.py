@@ -37,7 +37,8 @@ RECALL = {  # by the name that the mixes have for it: tokens of a document, docu
     "recall-32k": (32 * K, 320, 128),
     "recall-64k": (64 * K, 80, 256),
 }
-SEARCH = {"iterations": 12, "documents": 10, "held_out": 10, "compiled": True}
+SEARCH = {"iterations": 6, "documents": 10, "held_out": 10, "compiled": True}
+WIDE = {"space": "wide", "iterations": 12}
 
 Make = Callable[["Bench", int, Path], RescaleFactors]
 
@@ -59,7 +60,7 @@ def searched(**options: Any) -> Make:
 
     def make(bench: "Bench", length: int, folder: Path) -> RescaleFactors:
         books = str(bench.data / "books" / "search")
-        return search_factors(bench.base, length, folder / "search", books=books, **SEARCH, **options)
+        return search_factors(bench.base, length, folder / "search", books=books, **(SEARCH | options))
 
     return make
 
@@ -108,8 +109,8 @@ ROWS: dict[str, Row] = {
     "ntk": Row(title="NTK", make=closed("ntk"), **SINGLE, **MAIN),
     "longrope": Row(title="LongRoPE", make=searched(method="longrope", objective="plain"), **SINGLE, **MAIN),
     "paper": Row(title="LongRoPE2 (paper)", make=searched(), **MAIN),
-    "wide": Row(title="LongRoPE2 (wide)", make=searched(space="wide"), **MAIN),
-    "wide-depths": Row(title="LongRoPE2 (wide, ten depths)", make=searched(space="wide", depth=DEPTHS), **MAIN),
+    "wide": Row(title="LongRoPE2 (wide)", make=searched(**WIDE, race_confidence=0.5), **MAIN),
+    "wide-depths": Row(title="LongRoPE2 (wide, ten depths)", make=searched(**WIDE, depth=DEPTHS), **MAIN),
     "yarn-books": Row(title="YaRN", make=closed("yarn"), **SINGLE, **BOOKS),
     "wide-books": Row(title="LongRoPE2 (wide)", make=same_as("wide"), **BOOKS),
     "yarn-rcd": Row(title="YaRN-rcd", make=closed("yarn-rcd"), **SINGLE, **ABLATION),
@@ -121,8 +122,8 @@ ROWS: dict[str, Row] = {
     ),
     "wide-cold": Row(title="temperature 1", make=same_as("wide", long_attention_factor=1.0), **ABLATION),
     "yarn-64k": Row(title="YaRN", make=closed("yarn"), **SINGLE, **LONGEST),
-    "paper-64k": Row(title="LongRoPE2 (paper)", make=searched(), **LONGEST),
-    "wide-64k": Row(title="LongRoPE2 (wide)", make=searched(space="wide"), **LONGEST),
+    "paper-64k": Row(title="LongRoPE2 (paper)", make=searched(iterations=3), **LONGEST),
+    "wide-64k": Row(title="LongRoPE2 (wide)", make=searched(space="wide", iterations=3), **LONGEST),
     "tune-1e-4": Row(title="1e-4", learning_rate=1e-4, **TUNING),
     "tune-3e-4": Row(title="3e-4", learning_rate=3e-4, **TUNING),
     "tune-1e-3": Row(title="1e-3", learning_rate=1e-3, **TUNING),
