@@ -2,12 +2,14 @@
 
 import inspect
 import json
+import shutil
 
 import pytest
 
 import longrope2
+from longrope2.errors import ModelError
 from longrope2.factors import RescaleFactors
-from longrope2.models import describe, rescale_model
+from longrope2.models import ASSETS, describe, rescale_model
 
 
 def test_ten_names_typed_and_documented():
@@ -47,3 +49,17 @@ def test_search_evaluate_and_export_give_values_and_print_nothing(tmp_path, caps
     folder = longrope2.export_model("tiny", tmp_path / "tiny-512", factors=found)
     assert longrope2.load(folder).longrope2.factors.long == found.long
     assert capsys.readouterr().out == ""
+
+
+def test_a_search_from_a_rescaled_model_keeps_what_it_does_within_its_window(tmp_path):
+    model = shutil.copytree(ASSETS / "tiny", tmp_path / "linear")
+    config = json.loads((model / "config.json").read_text())
+    scaling = {"rope_type": "linear", "factor": 2.0, "original_max_position_embeddings": 256}
+    config |= {"max_position_embeddings": 512, "rope_parameters": {"rope_theta": 10000.0, **scaling}}
+    (model / "config.json").write_text(json.dumps(config))
+    small = {"documents": 1, "population": 1, "parents": 1, "iterations": 0}
+    with pytest.raises(ModelError, match="already rescaled by 'linear'"):
+        longrope2.search_factors(model, 1024, **small)
+    found = longrope2.search_factors(model, 1024, extend_again=True, **small)
+    assert set(found.short) == {2.0}
+    assert found.short == longrope2.rescale(model, "pi", 1024, extend_again=True).short

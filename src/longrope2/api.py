@@ -31,13 +31,19 @@ def rescale(
 
 
 def search_factors(
-    model: str | Path | ModelInfo, target_length: int, output: str | Path | None = None, **options: Any
+    model: str | Path | ModelInfo,
+    target_length: int,
+    output: str | Path | None = None,
+    *,
+    extend_again: bool = False,
+    **options: Any,
 ) -> RescaleFactors:
     """Search the critical dimension and the factors; options are those of `longrope2 search`.
 
     With a folder as `output` the search can be interrupted: the same call goes on where it was.
     """
     info = model if isinstance(model, ModelInfo) else describe(model)
+    info.refuse_rescaled(extend_again=extend_again)
     schedule = {f.name: options.pop(f.name) for f in fields(EvolutionConfig) if f.name in options}
     config = SearchConfig(target_length=target_length, evolution=EvolutionConfig(**schedule), **options)
     check(config, info.rope)

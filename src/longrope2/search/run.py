@@ -20,7 +20,7 @@ from longrope2.factors import RescaleFactors
 from longrope2.figures import draw_convergence, draw_factors
 from longrope2.files import only_one, package_versions, write_json
 from longrope2.methods import METHODS, rescale
-from longrope2.models import LoadedModel, describe, load, weights_fingerprint
+from longrope2.models import LoadedModel, describe, load, rescale_model, weights_fingerprint
 from longrope2.needles import MOST_DOCUMENTS, NeedleDocument, documents_digest, make_needles
 from longrope2.perplexity import Objective, Score, Scorer, scoring, total
 from longrope2.rope import RopeSpec
@@ -98,20 +98,22 @@ class SearchConfig:
         return found
 
 
-def check(config: SearchConfig, spec: RopeSpec) -> RescaleFactors:
-    """Refuse what cannot be searched; returns the untouched model's factors, which every search starts from."""
+def check(config: SearchConfig, spec: RopeSpec) -> None:
+    """Refuse what cannot be searched."""
     problems = config.problems()
     if spec.original_length <= 2 * math.pi:  # where NTK, and with it a first population, is not defined
         problems.append(f"the original length must be at least 7 tokens, got {spec.original_length}")
     if problems:
         raise LongRopeError(all_problems("search configuration", problems), hint="see `longrope2 search --help`")
-    return rescale("none", spec, config.target_length)  # also refuses a target within the window
+    rescale("none", spec, config.target_length)  # refuses a target within the window
 
 
 def search(loaded: LoadedModel, config: SearchConfig, output: Path | None, here: World) -> RescaleFactors:
     """Run or resume a search; writes into `output`, on the main process, unless it is None."""
     spec = loaded.info.rope
-    baseline = check(config, spec)
+    check(config, spec)
+    # Within its window the model goes on as it does now, also where it was rescaled before.
+    baseline = rescale_model(loaded.info, "none", config.target_length, extend_again=True)
     space = SearchSpace(
         spec=spec,
         target_length=config.target_length,
@@ -123,6 +125,8 @@ def search(loaded: LoadedModel, config: SearchConfig, output: Path | None, here:
         grid=config.grid,
         mutation_probability=config.mutation_probability,
         attention_factor=config.attention_factor or default_attention_factor(config.method, spec, config.target_length),
+        short=baseline.short,
+        short_attention_factor=baseline.short_attention_factor,
     )
     say_here = say if here.is_main else _quiet
     searched = needle_documents(loaded, config, config.target_length, note=say_here)

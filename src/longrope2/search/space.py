@@ -83,6 +83,9 @@ class SearchSpace:
     mutation_probability: float = 0.3
     attention_factor: float = 1.0
     """Fixed in the paper's space; where the wide one starts."""
+    short: tuple[float, ...] | None = None
+    """What the model already does within its window, which no search changes; None: nothing."""
+    short_attention_factor: float = 1.0
 
     @property
     def ratio(self) -> float:
@@ -110,8 +113,9 @@ class SearchSpace:
             original_length=self.spec.original_length,
             target_length=self.target_length,
             long=genome.factors(),
-            short=(1.0,) * self.spec.num_dims,
+            short=self.short or (1.0,) * self.spec.num_dims,
             long_attention_factor=genome.attention_factor,
+            short_attention_factor=self.short_attention_factor,
             critical_dimension=genome.critical_dimension or None,
             provenance=provenance or {},
         )
