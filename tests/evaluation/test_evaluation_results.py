@@ -155,11 +155,21 @@ def test_a_row_may_be_named_anew(runs, tmp_path):
     assert [row["name"] for row in compare([odd, f"x={odd}"])["runs"]] == ["yarn", "x"]
 
 
-def test_averages_over_other_tasks_are_told_apart(tmp_path):
-    for name, tasks in (("a", ("vt", "cwe")), ("b", ("vt", "cwe", "fwe"))):
+@pytest.mark.parametrize(
+    ("one", "other", "told"),
+    [
+        (("vt", "cwe"), ("vt", "cwe", "fwe"), "one: cwe, vt; other: cwe, fwe, vt"),
+        (("vt",), ("vt", "cwe"), "one: vt; other: cwe, vt"),  # a task beside an average
+        (("vt",), ("cwe",), "one: vt; other: cwe"),
+        (("vt", "cwe"), ("vt", "fwe"), "one: cwe, vt; other: fwe, vt"),
+        (("vt", "cwe", "fwe", "qa_1"), ("vt",), "one: 4 tasks; other: vt"),
+    ],
+)
+def test_rows_of_other_tasks_are_told_apart(one, other, told, tmp_path):
+    for name, tasks in (("one", one), ("other", other)):
         write_run(tmp_path / name, name, with_averages(measured("ruler", task, 4096, 50.0) for task in tasks))
-    result = compare([tmp_path / "a", tmp_path / "b"])
-    assert "averages are not of the same tasks (mean over 2 tasks, mean over 3 tasks)" in result["markdown"]
+    result = compare([tmp_path / "one", tmp_path / "other"])
+    assert f"rows are not of the same tasks ({told})" in result["markdown"]
     assert result["base"] is None  # two originals: neither is the one
 
 

@@ -19,6 +19,8 @@ from longrope2.shapes import misfit
 BY_LENGTH = ("ruler", "niah", "passkey", "perplexity")
 RUN = {"name": str, "model": str, "factors": dict | None, "notes": [str], "scores": [SCORE], "grids": dict}
 """What is read of it."""
+MOST_LISTED = 3
+"""Tasks that a caption names before it only counts them."""
 
 
 def compare(places: Sequence[Path | str], *, base: str | None = None, against: str | None = None) -> dict[str, Any]:
@@ -194,9 +196,8 @@ def _by_length(title: str, own: Mapping[str, Sequence[Score]], task: str | None,
         found = [_overall([s for s in scores if s["length"] == length], task) for length in lengths]
         shown += [score for score in found if score is not None]
         rows.append([name, *map(cell, found)])
-    return Table(
-        title=title, columns=["Method", *map(length_label, lengths)], rows=rows, caption=_caption(caption, shown)
-    )
+    told = _caption(caption, shown) + ("" if task else _other_tasks(own))
+    return Table(title=title, columns=["Method", *map(length_label, lengths)], rows=rows, caption=told)
 
 
 def _overall(scores: Sequence[Score], task: str | None) -> Score | None:
@@ -215,20 +216,28 @@ def _by_task(suite: str, own: Mapping[str, Sequence[Score]], base: str | None) -
         found = {score["task"]: score for score in scores}
         row = [name, *(cell(found.get(task)) for task in tasks)]
         rows.append([*row, f"{kept[name]:.1f}%" if name in kept else "-"] if kept else row)
+    averaged = {name: scores for name, scores in own.items() if any(score["task"] == AVERAGE for score in scores)}
     return Table(
         title=TITLES[suite],
         columns=["Method", *(HEADS.get(task, task) for task in tasks), *(["Retention"] if kept else [])],
         rows=rows,
-        caption=_caption(CAPTION, [score for scores in own.values() for score in scores]),
+        caption=_caption(CAPTION, [score for scores in own.values() for score in scores]) + _other_tasks(averaged),
     )
 
 
 def _caption(caption: str, scores: Sequence[Score]) -> str:
     counts = sorted({score["samples"] for score in scores})
     samples = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    caption = f"{caption}; samples in a number: {samples}"
-    averages = sorted({score["metric"] for score in scores if score["task"] == AVERAGE})
-    return caption if len(averages) < 2 else f"{caption}; averages are not of the same tasks ({', '.join(averages)})"
+    return f"{caption}; samples in a number: {samples}"
+
+
+def _other_tasks(own: Mapping[str, Sequence[Score]]) -> str:
+    """What must be said where the numbers of a column stand for different tasks."""
+    tasks = {name: sorted({s["task"] for s in scores if s["task"] != AVERAGE}) for name, scores in own.items()}
+    if len({tuple(found) for found in tasks.values()}) < 2:
+        return ""
+    listed = (f"{name}: {', '.join(t) if len(t) <= MOST_LISTED else f'{len(t)} tasks'}" for name, t in tasks.items())
+    return f"; rows are not of the same tasks ({'; '.join(listed)})"
 
 
 def _remarks(names: Sequence[str], runs: Sequence[dict[str, Any]]) -> str:
