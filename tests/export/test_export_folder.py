@@ -340,6 +340,25 @@ class TestSources:
         export(str(model), tmp_path / "e", factors=factors)
         assert stored(tmp_path / "e").keys() == content.keys()
 
+    @pytest.mark.parametrize("sharded", [False, True])
+    def test_the_same_weights_in_another_format_are_left_out(self, sharded, tmp_path, monkeypatch):
+        from safetensors.torch import save_file
+
+        if sharded:
+            monkeypatch.setattr(huggingface.write_folder, "__kwdefaults__", {"shard_bytes": 3 << 20})
+        export("tiny", tmp_path / "m", factors=tiny_factors())
+        save_file({"layers.0.attention.wq.weight": torch.zeros(4, 4)}, tmp_path / "m" / "consolidated.safetensors")
+        export(str(tmp_path / "m"), tmp_path / "e")
+        assert stored(tmp_path / "e").keys() == stored(TINY).keys()
+
+    def test_an_index_that_is_none(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(huggingface.write_folder, "__kwdefaults__", {"shard_bytes": 3 << 20})
+        export("tiny", tmp_path / "m", factors=tiny_factors())
+        for content in ("[]", "{", '{"weight_map": 1}'):
+            (tmp_path / "m" / "model.safetensors.index.json").write_text(content)
+            with pytest.raises(ModelError, match="not an index of weights"):
+                export(str(tmp_path / "m"), tmp_path / "e")
+
     def test_models_with_other_parts(self, tmp_path):
         from transformers import Gemma3Config
 

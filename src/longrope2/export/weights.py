@@ -103,13 +103,26 @@ def _in_memory(tensor: Tensor) -> Stored:
     return Stored(tuple(tensor.shape), tensor.dtype, lambda: tensor)
 
 
+def _weight_files(folder: Path) -> list[Path]:
+    """Those that transformers loads: a folder may also hold the weights in another format (Mistral's consolidated)."""
+    index = folder / "model.safetensors.index.json"
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    if not index.is_file():
+        raise ModelError(
+            f"{folder}: no *.safetensors weights there that transformers would load",
+            hint="they are model.safetensors, or files that model.safetensors.index.json names",
+        )
+    try:
+        return sorted({folder / file for file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index}: not an index of weights ({error})", hint="copy or download it again") from error
+
+
 def _stored(folder: Path) -> Iterator[tuple[str, Stored]]:
     from safetensors import SafetensorError, safe_open
 
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ModelError(f"{folder}: no *.safetensors weights there")
-    for file in files:
+    for file in _weight_files(folder):
         try:
             with safe_open(file, framework="pt") as content:
                 for name in content.keys():  # noqa: SIM118 - no mapping
