@@ -212,3 +212,25 @@ def test_original_length_can_be_overridden():
 def test_live_models_agree_with_their_configs():
     model = family_model("phi")
     assert read_config(model.config.to_dict()).rope.rotary_dim == 8
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"partial_rotary_factor": "half"},
+        {"partial_rotary_factor": float("inf")},
+        {"sliding_window": "x", "use_sliding_window": True},
+        {"rope_theta": [1]},
+        {"model_type": ["llama"]},
+        {"model_type": "gemma3_text", "sliding_window_pattern": 0},
+        {"rope_scaling": {"type": ["yarn"]}},
+        {"rope_scaling": {"type": "yarn", "factor": "4x", "original_max_position_embeddings": 64}},
+        {"rope_scaling": {"type": "yarn", "factor": -1, "original_max_position_embeddings": 64}},
+        {"rope_scaling": {"type": "yarn", "factor": 4, "beta_slow": -1, "original_max_position_embeddings": 64}},
+        {"rope_scaling": {"type": "linear", "factor": 4, "attention_factor": "x"}},
+        {"rope_scaling": {"type": "llama3", "factor": 8, "low_freq_factor": 4, "original_max_position_embeddings": 64}},
+    ],
+)
+def test_a_config_with_a_wrong_value_is_refused_in_words(wrong):
+    with pytest.raises(ModelError):
+        read_config(SMALL | {"model_type": "llama"} | wrong)

@@ -107,6 +107,16 @@ def read_config(config: Mapping[str, Any], *, original_length: int | None = None
         return read_config({"model_type": "gemma3_text", **config["text_config"]}, original_length=original_length)
     if not isinstance(family, str) or family not in FAMILIES:
         raise _refusal(family, config)
+    try:
+        return _read(config, family, original_length)
+    # What a number would be, and is a text, a list, zero or negative, shows only where it is reckoned with.
+    except (ValueError, TypeError, ArithmeticError) as error:
+        raise ModelError(
+            f"the config of this {family} model is not usable: {error}", hint="copy or download config.json again"
+        ) from error
+
+
+def _read(config: Mapping[str, Any], family: str, original_length: int | None) -> RopeReading:
     defaults = FAMILIES[family]
     layer_types, sliding_window = _layers(config, defaults)
     parameters = _rope_parameters(config, defaults)
@@ -122,11 +132,7 @@ def read_config(config: Mapping[str, Any], *, original_length: int | None = None
             f"its config does not state the window before '{method}' scaling; "
             f"{found_length:,} is implied by the factor (override with --original-length)"
         )
-    try:
-        rope = RopeSpec(rotary_dim=rotary_dim, theta=float(parameters["rope_theta"]), original_length=found_length)
-    except (ValueError, TypeError) as error:
-        raise ModelError(f"the config of this {family} model is not usable: {error}") from error
-
+    rope = RopeSpec(rotary_dim=rotary_dim, theta=float(parameters["rope_theta"]), original_length=found_length)
     if sliding_window and FULL_ATTENTION not in layer_types:
         remarks.append(
             f"every layer attends to a sliding window of {sliding_window:,} tokens: "
@@ -150,7 +156,7 @@ def _refusal(family: Any, config: Mapping[str, Any]) -> ModelError:
     known = ", ".join(FAMILIES)
     if family is None:
         return ModelError("config.json has no 'model_type'", hint="is this the folder of a language model?")
-    if family in WITHOUT_ROPE:
+    if isinstance(family, str) and family in WITHOUT_ROPE:
         return ModelError(
             f"'{family}' models have no rotary position embedding: there is nothing to rescale",
             hint=f"families that can be extended: {known}",
