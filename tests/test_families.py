@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from conftest import FAMILY_OPTIONS, family_config, family_model
 from longrope2.errors import ModelError
@@ -212,6 +212,21 @@ def test_original_length_can_be_overridden():
 def test_live_models_agree_with_their_configs():
     model = family_model("phi")
     assert read_config(model.config.to_dict()).rope.rotary_dim == 8
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{}, {"sliding_window": 64}, {"use_sliding_window": True}, {"use_sliding_window": True, "sliding_window": 64}],
+    ids=str,
+)
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_the_layers_that_slide_are_those_of_transformers(family, keys):
+    config = SMALL | {"model_type": family, "num_hidden_layers": 32, **keys}
+    theirs, ours = CONFIG_MAPPING[family].from_dict(dict(config)), read_config(config)
+    span = getattr(theirs, "sliding_window", None)
+    kinds = getattr(theirs, "layer_types", None) or ["sliding_attention" if span else "full_attention"] * 32
+    assert ours.layer_types == tuple(kinds)
+    assert ours.sliding_window == (span if "sliding_attention" in kinds else None)
 
 
 @pytest.mark.parametrize(

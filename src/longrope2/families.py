@@ -6,7 +6,7 @@ Only families in the table below are extended: an unknown layout is refused, nev
 import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,10 +31,10 @@ class Family:
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(2048),
     "mistral": Family(131072, sliding_window=4096),
-    "qwen2": Family(32768),
-    "qwen2_moe": Family(32768),
-    "qwen3": Family(32768, head_dim=128),
-    "qwen3_moe": Family(32768),
+    "qwen2": Family(32768, sliding_window=4096),
+    "qwen2_moe": Family(32768, sliding_window=4096),
+    "qwen3": Family(32768, head_dim=128, sliding_window=4096),
+    "qwen3_moe": Family(32768, sliding_window=4096),
     "phi": Family(2048, partial_rotary=0.5),
     "phi3": Family(4096, original_window=4096),
     "gpt_neox": Family(2048, partial_rotary=0.25),
@@ -287,7 +287,7 @@ def _layers(config: Mapping[str, Any], defaults: Family) -> tuple[tuple[str, ...
     family = config["model_type"]
     span = config.get("sliding_window", defaults.sliding_window)
     # Qwen and SmolLM3 name a window that takes effect only when a second key switches it on.
-    if not config.get("use_sliding_window", family not in ("qwen2", "qwen2_moe", "qwen3", "smollm3")):
+    if not config.get("use_sliding_window", not family.startswith(("qwen", "smollm3"))):
         span = None
     if not span:
         return (FULL_ATTENTION,) * count, None
@@ -299,16 +299,22 @@ def _layers(config: Mapping[str, Any], defaults: Family) -> tuple[tuple[str, ...
     return kinds, int(span) if SLIDING_ATTENTION in kinds else None
 
 
-def _full_layers(config: Mapping[str, Any], family: str, count: int) -> range:
+def _full_layers(config: Mapping[str, Any], family: str, count: int) -> Container[int]:
     """Which layers see everything, by each family's own rule, when a config does not list them."""
-    if family in ("qwen2", "qwen2_moe", "qwen3"):
+    if family in ("qwen2", "qwen3"):
         return range(min(config.get("max_window_layers", 28), count))
+    if family == "qwen2_moe":
+        return {i for i in range(count) if i % 2 or i >= config.get("max_window_layers", 28)}
+    if family == "smollm3":  # only layers without RoPE slide
+        every = config.get("no_rope_layer_interval", 4)
+        rotates = config.get("no_rope_layers") or [(i + 1) % every for i in range(count)]
+        return {i for i, has_rope in enumerate(rotates) if has_rope}
     if family in ("gemma2", "gpt_oss"):
         return range(1, count, 2)
     if family in ("gemma3_text", "cohere2"):
         pattern = config.get("sliding_window_pattern", 6 if family == "gemma3_text" else 4)
         return range(pattern - 1, count, pattern)
-    return range(0)  # mistral, phi3, starcoder2: all layers slide
+    return ()  # mistral, phi3, starcoder2, qwen3_moe: all layers slide
 
 
 def _positive_int(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
