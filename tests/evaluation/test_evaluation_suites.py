@@ -170,6 +170,12 @@ def test_2500_pairs_where_there_is_room(tokenizer, monkeypatch):
     assert sample.details["pairs"] == 2500
 
 
+def test_a_length_that_only_some_samples_of_key_values_fit_is_refused(tokenizer):
+    """Of no pairs at all none can be asked for."""
+    with pytest.raises(DataError, match="the shortest prompt and its answer do not fit"):
+        infinitebench.key_value_samples(setup_of(tokenizer, samples=6), 220)
+
+
 @pytest.mark.parametrize(
     ("answer", "score"),
     [('"ab-1"', 1), ("ab-1}", 1), ("it is: ab-1.", 1), ("ab-12", 0), ("ab", 0), ("", 0)],

@@ -86,11 +86,11 @@ def key_value_samples(setup: Setup, length: int) -> list[Sample]:
         def tokens(size: int, prompt: Callable[[int], str] = prompt) -> int:
             return len(encode(setup.tokenizer, prompt(size)))
 
-        if index == 0:
-            pairs_that_fit = most_that_fit(tokens, PAIRS, length - KEY_VALUE_TOKENS)
         size = pairs_that_fit
-        while tokens(size) > length - KEY_VALUE_TOKENS:  # other identifiers may take a few tokens more
-            size -= 1
+        if tokens(size) > length - KEY_VALUE_TOKENS:
+            size = most_that_fit(tokens, size, length - KEY_VALUE_TOKENS)
+        if index == 0:  # those of other samples may take a few tokens more
+            pairs_that_fit = size
         asked = index * size // count
         samples.append(
             Sample(
