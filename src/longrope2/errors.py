@@ -59,7 +59,7 @@ def below_minimum(config: object, **least: float) -> list[str]:
 def out_of_range(config: object, **ranges: tuple[float, float]) -> list[str]:
     """The numbers of a configuration that are smaller or larger than they may be, or no numbers at all, in words."""
     return [
-        f"{name} must lie from {low:g} to {high:g}, got {value}"
+        f"{name} must lie from {low:g} to {high:.10g}, got {value}"
         for name, (low, high) in ranges.items()
         if (value := getattr(config, name)) is not None and not low <= value <= high  # which NaN does not
     ]

@@ -216,6 +216,12 @@ def test_a_wrong_config_file_is_refused(tmp_path, text, message):
         read_config(tmp_path / "c.toml")
 
 
+def test_rows_of_no_tokens_are_refused(tmp_path):
+    (tmp_path / "c.toml").write_text('[plan]\ntarget_length = 0\ntokens = "1M"\n[[source]]\npath = "books"')
+    with pytest.raises(DataError, match="target_length must be above the trained window of 256, got 0"):
+        run_plan("tiny", tmp_path / "plan.jsonl", config=tmp_path / "c.toml")
+
+
 def test_a_table_of_the_config_file_must_be_utf_8(tmp_path):
     (tmp_path / "c.toml").write_bytes(b'x = "\xff"')
     with pytest.raises(DataError, match="not valid TOML"):

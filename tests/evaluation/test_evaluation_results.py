@@ -272,6 +272,7 @@ def test_what_is_left_out_and_what_is_written_is_told(tmp_path, monkeypatch, cap
         (["--suite", "short", "--data", "nowhere"], "nowhere: no such folder"),
         (["--suite", "niah", "--samples", "0"], "samples must be at least 1, got 0"),
         (["--suite", ","], "no suite is named"),
+        (["--suite", "ruler", "--seed", "4294967296"], "seed must lie from 0 to 4294967295, got 4294967296"),
         (["--suite", "longbench"], "longbench needs its data files\nhint: triviaqa.jsonl is in data.zip"),
         (["--suite", "niah", "--switch-length", "64"], "--switch-length needs a model with two sides"),
         (

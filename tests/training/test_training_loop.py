@@ -290,5 +290,5 @@ def test_config_problems_and_schedule():
     config = TrainConfig(steps=10, warmup_steps=2, learning_rate=1.0)
     assert [config.learning_rate_at(step) for step in (0, 1, 2)] == [0.5, 1.0, 1.0]
     assert config.learning_rate_at(9) < 0.05
-    problems = TrainConfig(steps=0, batch_rows=0, learning_rate=-1, save_every=0, keep=0).problems()
-    assert len(problems) == 5
+    problems = TrainConfig(steps=0, batch_rows=0, learning_rate=-1, save_every=0, keep=0, betas=(0.9, 1.0)).problems()
+    assert len(problems) == 6

@@ -144,7 +144,7 @@ def _resolve(settings: dict[str, Any]) -> PlanConfig:
     if tokens is not None:
         if settings.get("rows") is not None:
             raise DataError("both tokens and rows are given", hint="give one of them")
-        settings["rows"] = parse_tokens(tokens) // settings["target_length"]
+        settings["rows"] = parse_tokens(tokens) // max(settings["target_length"], 1)
     return PlanConfig(**settings)
 
 

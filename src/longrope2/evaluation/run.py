@@ -14,7 +14,7 @@ from longrope2 import __version__, generation, models
 from longrope2.books import read_books
 from longrope2.console import say, show_json, show_table, warn
 from longrope2.distributed import World, world
-from longrope2.errors import LongRopeError, MissingExtraError, all_problems
+from longrope2.errors import LongRopeError, MissingExtraError, all_problems, out_of_range
 from longrope2.evaluation import (
     book_perplexity,
     infinitebench,
@@ -43,6 +43,8 @@ SUITES: dict[str, Suite] = {
     for module in (ruler_suite, niah, passkey, book_perplexity, infinitebench, longbench, loft, short)
 }
 SHORTEST = 4096
+LARGEST_SEED = 2**32 - 1
+"""Of numpy's old generator, with which RULER draws."""
 JOURNAL = "generations.jsonl"
 
 
@@ -74,8 +76,7 @@ class EvaluationConfig:
         ]
         if not self.suites:
             problems.append(f"no suite is named; there are {', '.join(SUITES)}")
-        if self.seed < 0:
-            problems.append(f"seed must be at least 0, got {self.seed}")
+        problems += out_of_range(self, seed=(0, LARGEST_SEED))
         for name in self.suites:
             most = SUITES[name].most_samples if name in SUITES else None
             if most is not None and (self.samples or 0) > most:

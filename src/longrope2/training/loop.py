@@ -55,6 +55,8 @@ class TrainConfig:
                 found.append(f"{name} must be positive and finite, got {getattr(self, name)}")
         if not 0 <= self.weight_decay < math.inf:
             found.append(f"weight_decay must be finite and not negative, got {self.weight_decay}")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            found.append(f"betas must lie in [0, 1), got {list(self.betas)}")
         if self.seed < 0:
             found.append(f"seed must not be negative, got {self.seed}")
         return found
