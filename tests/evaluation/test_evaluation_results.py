@@ -361,6 +361,8 @@ def test_vllm_is_asked_as_it_wants(monkeypatch):
     assert backend.answer([Prompt(token_ids=(1, 2), max_new_tokens=3, stop=(";",))]) == ["yes"]
     assert asked["engine"]["max_model_len"] == 257
     assert asked["engine"]["trust_remote_code"] is False
+    VllmBackend(replace(describe("tiny"), location="owner/name@v1"), None, window=256)
+    assert (asked["engine"]["model"], asked["engine"]["revision"]) == ("owner/name", "v1")
     assert asked["prompts"] == [{"prompt_token_ids": [1, 2]}]
     assert asked["parameters"] == [{"temperature": 0.0, "max_tokens": 3, "stop": [";"]}]
     with pytest.raises(LongRopeError, match="do not run on vLLM"):

@@ -6,7 +6,7 @@ from typing import Any
 from longrope2.errors import LongRopeError, require
 from longrope2.evaluation.backend import Prompt, Span
 from longrope2.evaluation.samples import cut_at_stop
-from longrope2.models import ModelInfo
+from longrope2.models import ModelInfo, pretrained_source
 from longrope2.perplexity import Score
 
 ONE_SIDE = "vLLM uses the long factors at every length once its window exceeds the original one"
@@ -22,9 +22,14 @@ class VllmBackend:
         if info.is_gguf:
             raise LongRopeError("--backend vllm needs a model folder or hub id, not a GGUF file")
         self.tokenizer, self.window = tokenizer, window
-        # One more than the window: vLLM counts the last new token, which is never run.
+        source, options = pretrained_source(info)
         self._llm = self._vllm.LLM(
-            model=info.location, max_model_len=window + 1, seed=seed, trust_remote_code=False, disable_log_stats=True
+            model=source,
+            revision=options.get("revision"),
+            max_model_len=window + 1,  # vLLM counts the last new token, which is never run
+            seed=seed,
+            trust_remote_code=False,
+            disable_log_stats=True,
         )
 
     def batch_tokens(self) -> int:
