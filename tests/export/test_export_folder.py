@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections import namedtuple
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from export_samples import (
     family_folder,
     tiny_factors,
 )
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
@@ -358,6 +360,19 @@ class TestSources:
             (tmp_path / "m" / "model.safetensors.index.json").write_text(content)
             with pytest.raises(ModelError, match="not an index of weights"):
                 export(str(tmp_path / "m"), tmp_path / "e")
+
+    def test_a_hub_that_cannot_be_reached(self, monkeypatch):
+        asked = {}
+
+        def download(repository, *, revision, allow_patterns):
+            asked[repository] = revision
+            raise LocalEntryNotFoundError("no connection\nand more")
+
+        monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+        source = weights.SourceModel(replace(describe("tiny"), name="owner/name@v1", location="owner/name@v1"))
+        with pytest.raises(ModelError, match=r"owner/name@v1: its files cannot be had from the hub \(no connection\)"):
+            _ = source.folder
+        assert asked == {"owner/name": "v1"}
 
     def test_models_with_other_parts(self, tmp_path):
         from transformers import Gemma3Config

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from longrope2.errors import ModelError
 from longrope2.gguf_model import GGUFModel, open_gguf
-from longrope2.models import HUB_ID, ModelInfo, load_tokenizer
+from longrope2.models import ModelInfo, load_tokenizer, pretrained_source
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 DOWNLOADED = ("*.safetensors", "*.json", "*.model", "*.jinja", "*.txt", "LICENSE*", "NOTICE*", "README.md")
@@ -93,10 +93,16 @@ class SourceModel:
 
 def _download(info: ModelInfo) -> Path:
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
 
-    match = HUB_ID.fullmatch(info.location)
-    assert match is not None
-    return Path(snapshot_download(match["repo"], revision=match["revision"], allow_patterns=list(DOWNLOADED)))
+    source, options = pretrained_source(info)
+    try:
+        return Path(snapshot_download(source, revision=options.get("revision"), allow_patterns=list(DOWNLOADED)))
+    except (HfHubHTTPError, OSError) as error:
+        raise ModelError(
+            f"{info.name}: its files cannot be had from the hub ({str(error).strip().partition(chr(10))[0]})",
+            hint="check the network; what was downloaded already is kept",
+        ) from error
 
 
 def _in_memory(tensor: Tensor) -> Stored:
