@@ -8,12 +8,13 @@ from html.parser import HTMLParser
 import pytest
 from report_samples import METHODS, STEPS, found_factors, make_run
 
-from longrope2 import ledger
+from longrope2 import figures, ledger
 from longrope2.errors import LongRopeError
 from longrope2.methods import rescale
+from longrope2.report import charts
 from longrope2.report.gather import gather
 from longrope2.report.run import write_report
-from longrope2.report.summary import label, summarise
+from longrope2.report.summary import Summary, label, summarise
 from longrope2.report.svg import Plot, Scale, number
 
 FIGURES = ("factors", "convergence", "losses", "niah-by-length", "needles", "retention", "time")
@@ -221,6 +222,23 @@ def test_what_is_left_of_a_line_of_the_log_is_passed_over(tmp_path):
     (folder / ledger.TRAINING_LOG).unlink()
     (folder / ledger.TRAINING_LOG).mkdir()
     assert gather(folder)["log"] == []
+
+
+@pytest.mark.parametrize(
+    ("perplexity", "tasks"),
+    [((100.0, 90.0), (100.0, 80.0)), ((None, None), (100.0, 80.0))],
+    ids=["both", "tasks alone"],
+)
+def test_every_measure_of_what_is_kept_is_drawn_and_told(perplexity, tasks, tmp_path, monkeypatch):
+    drawn = {}
+    monkeypatch.setattr(figures, "draw_bars", lambda values, path, *, label: drawn.update(values))
+    kept = zip(("base", "yarn"), perplexity, tasks, strict=True)
+    methods = {name: {"perplexity_retention": p, "short_retention": s} for name, p, s in kept}
+    chart = charts._retention(Summary(title="", columns=[], rows=[], caption="", methods=methods))
+    chart.draw(tmp_path / "retention.png")
+    assert list(drawn.values()) == [row[2] for row in chart.rows] == [v for v in (*perplexity, *tasks) if v is not None]
+    assert ("Short perplexity" in chart.caption) == (perplexity[0] is not None)
+    assert "Short tasks" in chart.caption
 
 
 def test_a_base_that_was_not_measured_has_no_retention(tmp_path):

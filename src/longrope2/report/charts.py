@@ -16,6 +16,11 @@ from longrope2.report.summary import BY_LENGTH, Summary, label
 from longrope2.report.svg import Plot, heatmap, number
 
 Data = Mapping[str, Any]
+KEPT = {
+    "perplexity_retention": "Short perplexity: that of the original over that of each method, on the same books within "
+    "the original window.",
+    "short_retention": "Short tasks: mean score over the original's.",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,6 +261,7 @@ def _retention(summary: Summary) -> Chart | None:
     ]
     if not values:
         return None
+    measures = list(dict.fromkeys(key for _, key, _ in values))
     low = max(0.0, math.floor(min(value for *_, value in values) / 10) * 10 - 10)
     high = max(102.0, 1.05 * max(value for *_, value in values))
     plot = Plot.over(
@@ -264,7 +270,11 @@ def _retention(summary: Summary) -> Chart | None:
         (low, high),
         x_label="",
         y_label="% of the original",
-        x_ticks=[(place, "") for place in range(len(values))],
+        x_ticks=[
+            (sum(places) / len(places), names[key])
+            for key in measures
+            if (places := [place for place, value in enumerate(values) if value[1] == key])
+        ],
     )
     plot.level(100, "")
     for place, (method, key, value) in enumerate(values):
@@ -275,12 +285,13 @@ def _retention(summary: Summary) -> Chart | None:
     return Chart(
         name="retention",
         title="Kept in the original window",
-        caption="Perplexity of the original over that of each method, on the same books within the original window"
-        + ("; and mean score over the original's on short tasks." if len(values) > len(summary.methods) else "."),
+        caption=" ".join(KEPT[key] for key in measures),
         svgs=(("", plot.render()),),
         columns=("method", "measure", "percent"),
         rows=[[method, key, value] for method, key, value in values],
-        draw=partial(figures.draw_bars, {label(m): v for m, _, v in values}, label="% of the original"),
+        draw=partial(
+            figures.draw_bars, {f"{label(m)}, {names[key]}": v for m, key, v in values}, label="% of the original"
+        ),
     )
 
 
