@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 ARCHITECTURE = "llama"
+AGAIN = "the file may be cut short; download it, or export it, again"
 FACTORS_KEY = "longrope2.factors"
 """Where our own exports keep their factors in full: the file's tensors are float32, with one attention factor."""
 
@@ -56,7 +57,7 @@ class GGUFModel:
         except (ValueError, OSError, IndexError, KeyError) as error:
             raise ModelError(
                 f"{path}: not a readable GGUF file ({error})",
-                hint="the file may be cut short; download it again",
+                hint=AGAIN,
             ) from error
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
         architecture = self.value("general.architecture")
@@ -136,7 +137,11 @@ class GGUFModel:
         text = self.value(FACTORS_KEY)
         if text is None:
             return {}
-        factors = RescaleFactors.from_json(json.loads(text), source=self.path.name)
+        try:
+            content = json.loads(text)
+        except ValueError as error:
+            raise ModelError(f"{self.path.name}: '{FACTORS_KEY}' is damaged ({error})", hint=AGAIN) from error
+        factors = RescaleFactors.from_json(content, source=self.path.name)
         return {
             "long_factor": list(factors.long),
             "short_factor": list(factors.short),
@@ -232,6 +237,8 @@ class GGUFModel:
         return np.array(values, dtype=np.float32).reshape([int(n) for n in reversed(tensor.shape)])
 
     def _list(self, name: str) -> list[float]:
+        if name not in self._tensors:
+            raise ModelError(f"{self.path.name}: tensor '{name}' is missing", hint=AGAIN)
         return [float(value) for value in self._dequantised(name)]
 
     def _required(self, key: str) -> Any:

@@ -301,6 +301,24 @@ class TestRefusals:
         with pytest.raises(ModelError, match="not a readable GGUF file"):
             verify(tmp_path / "o.gguf")
 
+    @pytest.mark.parametrize(
+        ("bytes_before", "bytes_after", "message"),
+        [
+            (b'{"format": "longrope2.factors"', b'?"format": "longrope2.factors"', "'longrope2.factors' is damaged"),
+            (b"rope_factors_short.weight", b"rope_factors_other.weight", "'rope_factors_short.weight' is missing"),
+        ],
+    )
+    def test_damaged_files_are_told_to_be_that(self, bytes_before, bytes_after, message, tmp_path):
+        path = tmp_path / "tiny.gguf"
+        export("tiny", path, factors=tiny_factors(), format="gguf")
+        assert bytes_before in path.read_bytes()
+        path.write_bytes(path.read_bytes().replace(bytes_before, bytes_after))
+        with pytest.raises(ModelError, match=message):
+            describe(path)
+        if b"format" in bytes_before:
+            with pytest.raises(ModelError, match="its factors or config are damaged"):
+                Reference(path)
+
     def test_other_names(self, tmp_path):
         with pytest.raises(LongRopeError, match=r"must end in \.gguf"):
             export("tiny", tmp_path / "o.bin", factors=tiny_factors(), format="gguf")

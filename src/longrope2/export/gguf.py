@@ -23,7 +23,7 @@ from longrope2.export.weights import SourceModel, cast
 from longrope2.factors import RescaleFactors
 from longrope2.families import FULL_ATTENTION
 from longrope2.files import atomic_path
-from longrope2.gguf_model import FACTORS_KEY, unpermute
+from longrope2.gguf_model import AGAIN, FACTORS_KEY, unpermute
 
 if TYPE_CHECKING:
     import numpy as np
@@ -153,8 +153,12 @@ class GGUFExport:
             raise ModelError(
                 f"{path}: not an export of longrope2", hint="make one with: longrope2 export --format gguf"
             )
-        self.factors = RescaleFactors.from_json(json.loads(texts[FACTORS_KEY]), source=str(path))
-        self.config = _live(json.loads(texts[CONFIG_KEY]))
+        try:
+            factors, config = (json.loads(texts[key]) for key in (FACTORS_KEY, CONFIG_KEY))
+        except ValueError as error:
+            raise ModelError(f"{path}: its factors or config are damaged ({error})", hint=AGAIN) from error
+        self.factors = RescaleFactors.from_json(factors, source=str(path))
+        self.config = _live(config)
         full = gguf.GGMLQuantizationType.F32
         self.is_rounded = any(tensor.tensor_type != full for tensor in self._reader.tensors)
 
