@@ -233,6 +233,9 @@ def test_wrong_choices_are_named(tokenizer, tmp_path):
     write_rows(path, [choice_row(), choice_row(answer=["the moon"])])
     with pytest.raises(DataError, match=r"sample 2: 'the moon' is none of its options"):
         infinitebench.choice_samples(setup, 256)
+    write_rows(path, [choice_row(answer=[])])
+    with pytest.raises(DataError, match=r"sample 1: None is none of its options"):
+        infinitebench.choice_samples(setup, 256)
     path.write_text(json.dumps(choice_row()) + "\n{broken\n")
     with pytest.raises(DataError, match=r"longbook_choice_eng.jsonl, line 2: not valid JSON"):
         infinitebench.choice_samples(setup, 256)
@@ -388,9 +391,10 @@ def test_loft_files_that_are_wrong(tokenizer, tmp_path):
     with pytest.raises(DataError, match=r"corpus.jsonl: no such file") as caught:
         loft.loft_samples(setup, "nq", 1 << 17)
     assert "https://storage.googleapis.com/loft-bench/retrieval/nq.zip" in caught.value.hint
-    write_rows(folder / "test_queries.jsonl", [{"query_text": "?", "answers": [["doc9", 1]]}])
-    with pytest.raises(DataError, match="query 1: its answers are not in the corpus"):
-        loft.loft_samples(setup, "nq", 1 << 15)
+    for answers in ([["doc9", 1]], [["doc1", 1], []], [1], []):
+        write_rows(folder / "test_queries.jsonl", [{"query_text": "?", "answers": answers}])
+        with pytest.raises(DataError, match="query 1: its answers are not in the corpus"):
+            loft.loft_samples(setup, "nq", 1 << 15)
 
 
 # Perplexity

@@ -9,6 +9,7 @@ import re
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from longrope2.errors import DataError
 from longrope2.evaluation.engine import Engine
@@ -119,7 +120,7 @@ def choice_samples(setup: Setup, length: int) -> list[Sample]:
     ):
         if index == setup.samples:
             break
-        answer = row["answer"] if isinstance(row["answer"], str) else row["answer"][0]
+        answer: Any = row["answer"] if isinstance(row["answer"], str) else next(iter(row["answer"]), None)
         if len(row["options"]) != len(LETTERS) or answer not in row["options"]:
             raise DataError(f"{path}, sample {index + 1}: {answer!r} is none of its options", hint=SOURCE)
         options = dict(zip("abcd", row["options"], strict=True))

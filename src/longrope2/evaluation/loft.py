@@ -166,9 +166,9 @@ class Corpus:
         """(text, right documents) of each query."""
         found: list[tuple[str, list[str]]] = []
         for row in read_rows(path, {"query_text": str, "answers": list}, source=self._source):
-            right = [str(answer[0]) for answer in row["answers"]]
+            right = [str(answer[0]) for answer in row["answers"] if isinstance(answer, list) and answer]
             missing = [pid for pid in right if pid not in self.ids]
-            if missing or not right:
+            if missing or not right or len(right) < len(row["answers"]):
                 raise DataError(f"{path}, query {len(found) + 1}: its answers are not in the corpus", hint=self._source)
             found.append((row["query_text"].strip(), right))
         return found
