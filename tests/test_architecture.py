@@ -23,6 +23,8 @@ def imported_modules(file: Path) -> set[str]:
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("longrope2."):
             names.add(node.module.split(".")[1])
+        if isinstance(node, ast.ImportFrom) and node.module == "longrope2":
+            names |= {alias.name for alias in node.names} & set(ORDER)  # the others are what the package itself has
         if isinstance(node, ast.Import):
             names |= {a.name.split(".")[1] for a in node.names if a.name.startswith("longrope2.")}
     return names
