@@ -62,7 +62,8 @@ def run_compare(
     if output is not None:
         write_json(output / "compare.json", result)
         write_text(output / "compare.md", result["markdown"])
-        say(f"wrote {', '.join(['compare.md', 'compare.json', *_draw(result, output)])} into {output}")
+        drawn = draw_figures(result["scores"], result["grids"], output)
+        say(f"wrote {', '.join(['compare.md', 'compare.json', *drawn])} into {output}")
     if as_json:
         show_json(result)
         return
@@ -245,21 +246,23 @@ def _remarks(names: Sequence[str], runs: Sequence[dict[str, Any]]) -> str:
     return "\nNotes\n\n" + "".join(remarks) if remarks else ""
 
 
-def _draw(result: Mapping[str, Any], output: Path) -> list[str]:
-    """Draw what there is to draw; the names of the files."""
+def draw_figures(
+    scores: Mapping[str, Sequence[Score]], grids: Mapping[str, Mapping[str, Any]], output: Path
+) -> list[str]:
+    """Draw what there is to draw, methods by name; the names of the files."""
     drawn = []
     try:
         ruler = {
-            name: [score for score in scores if score["suite"] == "ruler" and score["task"] == AVERAGE]
-            for name, scores in result["scores"].items()
+            name: [score for score in own if score["suite"] == "ruler" and score["task"] == AVERAGE]
+            for name, own in scores.items()
         }
-        ruler = {name: scores for name, scores in ruler.items() if scores}
+        ruler = {name: own for name, own in ruler.items() if own}
         if ruler:
             draw_by_length(ruler, output / "ruler.png", label="RULER, mean over tasks (%)")
             drawn.append("ruler.png")
-        grids = {name: grids["niah"] for name, grids in result["grids"].items() if "niah" in grids}
-        if grids:
-            draw_heatmaps(grids, output / "niah.png")
+        needles = {name: own["niah"] for name, own in grids.items() if "niah" in own}
+        if needles:
+            draw_heatmaps(needles, output / "niah.png")
             drawn.append("niah.png")
     except MissingExtraError as error:
         warn(str(error))

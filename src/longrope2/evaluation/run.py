@@ -12,9 +12,9 @@ from transformers import AutoConfig
 
 from longrope2 import __version__, generation, models
 from longrope2.books import read_books
-from longrope2.console import say, show_json, show_table, warn
+from longrope2.console import say, show_json, show_table
 from longrope2.distributed import World, world
-from longrope2.errors import LongRopeError, MissingExtraError, all_problems, out_of_range
+from longrope2.errors import LongRopeError, all_problems, out_of_range
 from longrope2.evaluation import (
     book_perplexity,
     infinitebench,
@@ -26,15 +26,15 @@ from longrope2.evaluation import (
     short,
 )
 from longrope2.evaluation.backend import Backend, TorchBackend
+from longrope2.evaluation.compare import draw_figures
 from longrope2.evaluation.engine import Engine, Journal
-from longrope2.evaluation.results import AVERAGE, RESULTS, Outcome
+from longrope2.evaluation.results import RESULTS, Outcome
 from longrope2.evaluation.ruler.prompt import chat_frame
 from longrope2.evaluation.samples import digest
 from longrope2.evaluation.suites import Setup, Suite, chosen
 from longrope2.evaluation.table import run_tables
 from longrope2.evaluation.vllm_backend import ONE_SIDE, VllmBackend
 from longrope2.factors import RescaleFactors
-from longrope2.figures import draw_by_length, draw_heatmaps
 from longrope2.files import check_writable, only_one, package_versions, write_json
 from longrope2.generation.saved import carries_factors, read_factors, told_factors
 
@@ -229,7 +229,7 @@ def run_evaluation(
             "seconds": journal.earlier + time.monotonic() - started,
         }
         write_json(output / RESULTS, result)
-        _draw(result, output)
+        draw_figures({result["name"]: result["scores"]}, {result["name"]: result["grids"]}, output)
         _show(result, output, as_json=as_json)
 
 
@@ -302,17 +302,6 @@ def _described(info: models.ModelInfo, factors: RescaleFactors | None) -> dict[s
         return None
     lengths = {"original_length": info.rope.original_length, "target_length": info.reading.window}
     return {"method": rescaled.method, **lengths, "critical_dimension": None}
-
-
-def _draw(result: dict[str, Any], output: Path) -> None:
-    try:
-        averages = [s for s in result["scores"] if s["suite"] == "ruler" and s["task"] == AVERAGE]
-        if averages:
-            draw_by_length({result["name"]: averages}, output / "ruler.png", label="RULER, mean over tasks (%)")
-        if "niah" in result["grids"]:
-            draw_heatmaps({result["name"]: result["grids"]["niah"]}, output / "niah.png")
-    except MissingExtraError as error:
-        warn(str(error))
 
 
 def _show(result: dict[str, Any], output: Path, *, as_json: bool) -> None:
