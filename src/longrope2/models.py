@@ -186,6 +186,21 @@ def pretrained_source(info: ModelInfo) -> tuple[str, dict[str, Any]]:
     return match["repo"], options
 
 
+def head_dim(config: Any) -> int:
+    """The size of a head by a transformers config, which some families leave to be worked out."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def num_kv_heads(config: Any) -> int:
+    """The heads that keys and values have by a transformers config."""
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
+def cached_values(config: Any) -> int:
+    """How many numbers a key-value cache keeps for each token."""
+    return 2 * config.num_hidden_layers * num_kv_heads(config) * head_dim(config)
+
+
 def weights_fingerprint(info: ModelInfo) -> str:
     """A hash that tells one set of weights from another: sizes and samples of every file, not all bytes.
 

@@ -15,6 +15,7 @@ from longrope2.errors import LongRopeError
 from longrope2.evaluation.decoding import RowsCache, one_token_each, rows_attention
 from longrope2.evaluation.samples import cut_at_stop, digest
 from longrope2.generation.run import Switch
+from longrope2.models import cached_values
 from longrope2.perplexity import LOGIT_ROWS, Score, head_logits, total
 
 # Of the memory that is free once the weights are loaded, the rest being for activations.
@@ -80,10 +81,7 @@ class TorchBackend:
         """As many as fit into half of the free memory of a GPU; on a CPU enough to keep it busy."""
         if self.model.device.type != "cuda":
             return CPU_BATCH_TOKENS
-        config = self.model.config.get_text_config()
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        per_token = 2 * config.num_hidden_layers * heads * head_dim * self.model.dtype.itemsize
+        per_token = cached_values(self.model.config.get_text_config()) * self.model.dtype.itemsize
         free, _ = torch.cuda.mem_get_info(self.model.device)
         return int(CACHE_SHARE * free) // per_token
 

@@ -9,6 +9,7 @@ from longrope2.factors import RescaleFactors
 from longrope2.families import FULL_ATTENTION, SLIDING_ATTENTION
 from longrope2.generation.saved import OWN_KEY, read_switch_length, write_factors
 from longrope2.methods import longrope_temperature
+from longrope2.models import head_dim
 
 Profile = Literal["dual", "static-long"]
 PROFILES: tuple[Profile, ...] = ("dual", "static-long")
@@ -82,7 +83,7 @@ def serving_config(source: Mapping[str, Any], factors: RescaleFactors, *, dtype:
         },
         "dtype": dtype,
         "torch_dtype": dtype,  # before transformers 4.56
-        "head_dim": _head_dim(written),  # several readers know no default
+        "head_dim": head_dim(config),  # several readers know no default
         "rope_theta": factors.theta,
         "rope_scaling": _legacy_parameters(family, parameters, factors),
     }
@@ -97,10 +98,6 @@ def serving_config(source: Mapping[str, Any], factors: RescaleFactors, *, dtype:
     if family == "phi3" or profile_of(factors) == "dual":
         result["original_max_position_embeddings"] = factors.original_length
     return result
-
-
-def _head_dim(config: Mapping[str, Any]) -> int:
-    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
 
 
 def _legacy_parameters(family: str, parameters: Mapping[str, Any], factors: RescaleFactors) -> dict[str, Any]:

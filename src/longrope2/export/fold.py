@@ -14,6 +14,7 @@ from torch import Tensor
 
 from longrope2.errors import ModelError
 from longrope2.families import FULL_ATTENTION, SLIDING_ATTENTION, read_config
+from longrope2.models import head_dim
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 NORMS = ("q_norm.", "q_layernorm.")
@@ -30,8 +31,7 @@ class QueryScale:
         reading = read_config(config)
         self._family = reading.family
         self._num_heads = live.num_attention_heads
-        head_dim = getattr(live, "head_dim", None) or live.hidden_size // live.num_attention_heads
-        self._pattern = torch.ones(head_dim)
+        self._pattern = torch.ones(head_dim(live))
         self._pattern[: reading.rope.rotary_dim] = factor
         kinds = reading.layer_types
         if self._family == "gemma3_text":  # sliding layers have a RoPE of their own

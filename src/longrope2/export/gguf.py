@@ -24,6 +24,7 @@ from longrope2.factors import RescaleFactors
 from longrope2.families import FULL_ATTENTION
 from longrope2.files import atomic_path
 from longrope2.gguf_model import AGAIN, FACTORS_KEY, unpermute
+from longrope2.models import head_dim
 
 if TYPE_CHECKING:
     import numpy as np
@@ -104,7 +105,7 @@ def check_architecture(source: SourceModel, factors: RescaleFactors) -> None:
         )
     if live.hidden_act != "silu":
         raise ModelError(f"{name}: llama.cpp's architecture has the activation 'silu', not {live.hidden_act!r}")
-    if reading.family != "phi3" and reading.rope.rotary_dim != _head_dim(live):
+    if reading.family != "phi3" and reading.rope.rotary_dim != head_dim(live):
         raise ModelError(f"{name}: llama.cpp rotates whole heads of '{reading.family}' models, not a part of them")
 
 
@@ -195,10 +196,6 @@ def _live(config: Mapping[str, Any]) -> Any:
     from transformers import CONFIG_MAPPING
 
     return CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
-
-
-def _head_dim(live: Any) -> int:
-    return getattr(live, "head_dim", None) or live.hidden_size // live.num_attention_heads
 
 
 def _float32() -> "np.dtype[Any]":
@@ -303,8 +300,8 @@ def _add_metadata(
     writer.add_feed_forward_length(live.intermediate_size)
     writer.add_head_count(live.num_attention_heads)
     writer.add_head_count_kv(live.num_key_value_heads)
-    writer.add_key_length(_head_dim(live))
-    writer.add_value_length(_head_dim(live))
+    writer.add_key_length(head_dim(live))
+    writer.add_value_length(head_dim(live))
     writer.add_layer_norm_rms_eps(live.rms_norm_eps)
     writer.add_vocab_size(live.vocab_size)
     for key, name in architecture.scales.items():

@@ -22,6 +22,7 @@ from longrope2.export.engines import CONTEXT_STEP, ENGINES, LLAMA_CPP, Engine, s
 from longrope2.export.probes import probe
 from longrope2.export.reference import Answer, Reference
 from longrope2.factors import RescaleFactors
+from longrope2.models import cached_values
 
 TOLERANCE = 5e-3
 """Nats of log-probability: float32 engines come to 1e-5, llama.cpp, which rounds inside, to 3e-3."""
@@ -207,9 +208,7 @@ def _reason(stderr: str) -> str:
 
 def _cache_bytes(config: Any, capacity: int) -> int:
     """Room for keys and values of a few sequences, so that no engine takes all memory there is."""
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return 4 * 2 * config.num_hidden_layers * heads * head_dim * 4 * (capacity + 1024)
+    return 4 * cached_values(config) * 4 * (capacity + 1024)
 
 
 def _judge(reference: Reference, reply: Reply) -> Iterator[Finding]:

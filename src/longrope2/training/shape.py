@@ -12,7 +12,7 @@ from torch import nn
 from longrope2.errors import ModelError
 from longrope2.families import SLIDING_ATTENTION
 from longrope2.gguf_model import open_gguf
-from longrope2.models import ModelInfo, pretrained_source
+from longrope2.models import ModelInfo, head_dim, num_kv_heads, pretrained_source
 from longrope2.training.trainable import linear_layers, matching
 
 
@@ -86,7 +86,6 @@ class Shape:
 def shape_of(model: Any, info: ModelInfo, *, freeze: Sequence[str] = (), lora: int | None = None) -> Shape:
     """The shape of a model, live or on the meta device, before anything is added to it."""
     config = model.config.get_text_config()
-    heads = config.num_attention_heads
     layers = [_count(layer) for layer in model.base_model.layers]
     total = _count(model)
     if lora:
@@ -105,9 +104,9 @@ def shape_of(model: Any, info: ModelInfo, *, freeze: Sequence[str] = (), lora: i
         windows=windows,
         hidden=config.hidden_size,
         inner=_inner(config),
-        heads=heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        heads=config.num_attention_heads,
+        kv_heads=num_kv_heads(config),
+        head_dim=head_dim(config),
         vocabulary=config.vocab_size,
     )
 
