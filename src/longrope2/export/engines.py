@@ -29,16 +29,16 @@ class Engine:
     temperature: Literal["both", "long", "forced"]
     """Which attention factors it honours: one per side, the long one on both, or none."""
 
+    families: tuple[str, ...] = tuple(FAMILIES)
+    """Those it runs with the factors, found by trying each."""
+    static_families: tuple[str, ...] = ()
+    """Those it runs rightly when both sides are the same."""
+
     def is_long(self, factors: RescaleFactors, *, length: int, capacity: int | None) -> bool:
         """Whether it runs a sequence of that length with the long factors."""
         if self.chooses == "length":
             return length > factors.original_length
         return self.chooses == "long" or (capacity is not None and capacity > factors.original_length)
-
-    families: tuple[str, ...] = tuple(FAMILIES)
-    """Those it runs with the factors, found by trying each."""
-    static_families: tuple[str, ...] = ()
-    """Those it runs rightly when both sides are the same."""
 
     def fault(self, factors: RescaleFactors, family: str) -> str | None:
         """Why it cannot run a model of this family with these factors, if it cannot."""
