@@ -12,7 +12,7 @@ from longrope2.evaluation.table import TITLES
 from longrope2.factors import RescaleFactors
 from longrope2.figures import length_label
 from longrope2.methods import rescale
-from longrope2.report.summary import BY_LENGTH, Summary, label
+from longrope2.report.summary import BY_LENGTH, Summary, label, overall
 from longrope2.report.svg import Plot, heatmap, number
 
 Data = Mapping[str, Any]
@@ -174,21 +174,9 @@ def _losses(data: Data) -> Chart | None:
 
 def _by_length(data: Data) -> Iterator[Chart]:
     for suite in BY_LENGTH:
-        series = {
-            method: sorted((s for s in scores if _stands_for(s, suite, scores)), key=lambda s: s["length"])
-            for method, scores in data["scores"].items()
-        }
-        series = {method: scores for method, scores in series.items() if scores}
+        series = {method: own for method, scores in data["scores"].items() if (own := overall(scores, suite))}
         if series:
             yield _scores(suite, series)
-
-
-def _stands_for(score: Data, suite: str, scores: Sequence[Data]) -> bool:
-    """Whether a score is the one to show for a suite: the average, or the only task."""
-    if score["suite"] != suite:
-        return False
-    has_average = any(other["suite"] == suite and other["task"] == "average" for other in scores)
-    return not has_average or score["task"] == "average"
 
 
 def _scores(suite: str, series: Mapping[str, Sequence[Data]]) -> Chart:

@@ -52,7 +52,7 @@ def summarise(data: Mapping[str, Any]) -> Summary:
     original = _original_length(data)
     methods: dict[str, dict[str, Any]] = {name: {} for name in scores}
     for name, own in scores.items():
-        by_suite = {suite: by_length(own, suite) for suite in BY_LENGTH}
+        by_suite = {suite: {str(s["length"]): s["score"] for s in overall(own, suite)} for suite in BY_LENGTH}
         methods[name]["by_length"] = {suite: values for suite, values in by_suite.items() if values}
         methods[name]["short_perplexity"] = short_perplexity(own, original)
     base = methods.get(ledger.BASE, {}).get("short_perplexity")
@@ -64,11 +64,11 @@ def summarise(data: Mapping[str, Any]) -> Summary:
     return _table(data, methods)
 
 
-def by_length(scores: Sequence[Score], suite: str) -> dict[str, float]:
-    """The score of a suite by length, the average where it has several tasks."""
+def overall(scores: Sequence[Score], suite: str) -> list[Score]:
+    """The scores that stand for a suite, by length: the averages, or those of its only task."""
     own = [score for score in scores if score["suite"] == suite]
     averages = [score for score in own if score["task"] == AVERAGE]
-    return {str(score["length"]): score["score"] for score in sorted(averages or own, key=lambda s: s["length"])}
+    return sorted(averages or own, key=lambda score: score["length"])
 
 
 def short_perplexity(scores: Sequence[Score], original_length: int) -> float | None:
