@@ -17,7 +17,7 @@ from torch import Tensor
 from longrope2.attention import TrailingQueries, our_attention
 from longrope2.factors import RescaleFactors
 from longrope2.needles import NeedleDocument
-from longrope2.rotary import RescaledRotary, rescaled
+from longrope2.rotary import RescaledRotary, is_long, rescaled
 
 Objective = Literal["needle", "plain"]
 MLP_ROWS = 32_768
@@ -63,7 +63,7 @@ class Scorer:
         """Score documents of one length, as one batch."""
         self._rotary.factors = factors
         tokens = torch.tensor([d.token_ids for d in documents], device=self._model.device)
-        self._rotary.long_rows = tokens.shape[1] > factors.original_length
+        self._rotary.long_rows = bool(is_long(torch.tensor(tokens.shape[1]), factors))
         with torch.no_grad():
             if self._objective == "plain":
                 return [self._plain(row) for row in tokens]

@@ -9,7 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from longrope2.errors import LongRopeError
-from longrope2.search.journal import Journal, JournalError
+from longrope2.journal import JournalError
+from longrope2.search.journal import Journal
 
 HEADER = {
     "model": "tiny",

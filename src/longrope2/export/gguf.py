@@ -6,7 +6,7 @@ though, and Qwen 2 is a LLaMA with biases. The others would run with plain RoPE,
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from longrope2.errors import ModelError, require
 from longrope2.export.config import serving_config
 from longrope2.export.gguf_tokenizer import add_tokenizer
 from longrope2.export.output import check_room
-from longrope2.export.weights import SourceModel, cast
+from longrope2.export.weights import Change, SourceModel, cast
 from longrope2.factors import RescaleFactors
 from longrope2.families import FULL_ATTENTION
 from longrope2.files import atomic_path
@@ -55,7 +55,6 @@ PHI3_LAYER = {
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-Change = Callable[[str, Tensor], Tensor]
 
 
 @dataclass(frozen=True)

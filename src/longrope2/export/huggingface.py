@@ -2,17 +2,15 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from longrope2.console import ProgressLine, warn
 from longrope2.export.config import serving_config
 from longrope2.export.output import atomic_folder, check_room
-from longrope2.export.weights import SourceModel, Stored, cast
+from longrope2.export.weights import Change, SourceModel, Stored, cast
 from longrope2.factors import RescaleFactors
 from longrope2.files import write_json, write_text
 from longrope2.generation.saved import FACTORS_FILE
@@ -26,8 +24,6 @@ COMPANIONS = (
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """One of these is what makes a tokenizer."""
-
-Change = Callable[[str, Tensor], Tensor]
 
 
 def write_folder(

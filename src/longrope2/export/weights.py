@@ -20,6 +20,9 @@ DOWNLOADED = ("*.safetensors", "*.json", "*.model", "*.jinja", "*.txt", "LICENSE
 BUFFERS = ("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias")
 """What old checkpoints kept beside their weights, and models now make for themselves."""
 
+Change = Callable[[str, Tensor], Tensor]
+"""What is done to a tensor of some name on its way into an export."""
+
 
 @dataclass(frozen=True)
 class Stored:

@@ -4,9 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from longrope2.journal import JournalError, JournalFile
-
-__all__ = ["Journal", "JournalError"]
+from longrope2.journal import JournalFile
 
 
 class Journal:
