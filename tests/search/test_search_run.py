@@ -31,7 +31,9 @@ from longrope2.perplexity import Score, Scorer
 from longrope2.rotary import rescaled
 from longrope2.search import run as search_run
 from longrope2.search.evolution import EvolutionConfig
+from longrope2.search.journal import Journal
 from longrope2.search.run import RANGES, SearchConfig, check, search
+from longrope2.search.space import SearchSpace
 
 ALONE = World(process=0, num_processes=1, local_process=0)
 SCHEDULE = {"population": 6, "parents": 3, "iterations": 2, "mutations": 1, "crossovers": 1}
@@ -520,6 +522,20 @@ def test_processes_that_share_one_model_find_what_one_finds(reference, together)
     assert [window["perplexity"] for window in shared["own_window"]] == pytest.approx(
         [window["perplexity"] for window in alone["own_window"]], rel=1e-4
     )
+
+
+def test_what_rotates_alike_is_scored_once():
+    space = SearchSpace(spec=describe("tiny").rope, target_length=TARGET)
+    form, scored = space.closed_form("yarn"), []
+
+    def scorer(factors, documents):
+        scored.extend(documents)
+        return [Score(float(len(scored)), 2, True)]
+
+    evaluate = search_run._evaluator(scorer, space, ["one", "other"], Journal(None, {}), ALONE)
+    found = replace(form, origin="mutation")  # as a search may come upon it
+    assert evaluate([(form, 0), (form, 1), (found, 0)]) == [1.0, 2.0, 1.0]
+    assert scored == ["one", "other"]
 
 
 def test_only_the_main_process_talks(together):

@@ -356,7 +356,9 @@ def _evaluator(
     """
 
     def evaluate(tasks: Sequence[tuple[Genome, int]]) -> list[float]:
-        missing = [task for task in tasks if (task[0].key(), task[1]) not in journal.known]
+        # Once each: what a search found may rotate just as a closed form does.
+        unique = {(genome.key(), document): (genome, document) for genome, document in tasks}
+        missing = [task for key, task in unique.items() if key not in journal.known]
         for begin in range(0, len(missing), here.size):
             turn = missing[begin : begin + here.size]
             score: Score | None = None
