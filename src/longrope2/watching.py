@@ -11,6 +11,7 @@ from typing import Any
 from longrope2 import ledger
 from longrope2.console import duration
 from longrope2.errors import LongRopeError
+from longrope2.journal import TIME
 from longrope2.shapes import misfit
 from longrope2.training.progress import read_log
 
@@ -21,6 +22,7 @@ JOURNAL = {
     "header": {"config": {"documents": int, "evolution": {"iterations": int}}},
     "candidate": {"iteration": int},
     "evaluation": {"key": str, "document": int, "nll": float | None, "tokens": int},
+    TIME: {"seconds": float},
 }
 """What lines of a search's journal hold, by their type; others are passed over, as a line being written is."""
 STEP = {"step": int, "loss": float, "seconds": float}
@@ -64,9 +66,8 @@ def _view(folder: Path, book: Mapping[str, Any], stage: str, *, at_work: bool) -
     if running:
         state = "running" if at_work else "interrupted"
         name = running[0]
-        elapsed = ledger.age(entries[name]) if at_work else 0.0
-        seconds = (seconds or 0.0) + elapsed
-        left, text = _progress(folder, stage, name, elapsed)
+        seconds = (seconds or 0.0) + (ledger.age(entries[name]) if at_work else 0.0)
+        left, text = _progress(folder, stage, name)
         left = left if at_work else None
     elif done and done >= len(planned):
         state = "done"
@@ -78,10 +79,10 @@ def _view(folder: Path, book: Mapping[str, Any], stage: str, *, at_work: bool) -
     return View(stage=stage, state=state, seconds=seconds, left=left, text=text)
 
 
-def _progress(folder: Path, stage: str, name: str, elapsed: float) -> tuple[float | None, str]:
+def _progress(folder: Path, stage: str, name: str) -> tuple[float | None, str]:
     """Seconds left and what there is to tell of a step that is not done."""
     if stage == "search":
-        return _searching(folder / ledger.HISTORY, elapsed)
+        return _searching(folder / ledger.HISTORY)
     if stage == "train":
         return _training(folder)
     if stage == "evaluate":
@@ -93,18 +94,18 @@ def _progress(folder: Path, stage: str, name: str, elapsed: float) -> tuple[floa
 
 def _result(folder: Path, stage: str) -> str:
     if stage == "search":
-        return _searching(folder / ledger.HISTORY, 0.0)[1]
+        return _searching(folder / ledger.HISTORY)[1]
     if stage == "train":
         return _training(folder)[1]
     return str(folder / ledger.PAGE) if stage == "report" else ""
 
 
-def _searching(path: Path, elapsed: float) -> tuple[float | None, str]:
+def _searching(path: Path) -> tuple[float | None, str]:
     """From the journal: the iteration that is under way, and the best candidate scored on every document."""
     header: dict[str, Any] = {}
     nll: dict[str, dict[int, float]] = {}
     tokens: dict[str, int] = {}
-    iteration, evaluations = 0, 0
+    iteration, evaluations, spent = 0, 0, 0.0
     for line in _lines(path):
         if misfit(line, JOURNAL.get(line["type"], {})):
             continue
@@ -117,6 +118,8 @@ def _searching(path: Path, elapsed: float) -> tuple[float | None, str]:
             value = math.inf if line["nll"] is None else line["nll"]
             nll.setdefault(line["key"], {})[line["document"]] = value
             tokens[line["key"]] = tokens.get(line["key"], 0) + line["tokens"]
+        elif line["type"] == TIME:
+            spent += line["seconds"]
     if not header:
         return None, ""
     documents = range(header["config"]["documents"])
@@ -130,7 +133,8 @@ def _searching(path: Path, elapsed: float) -> tuple[float | None, str]:
     text = f"iteration {iteration} of {iterations}, {evaluations:,} evaluations"
     if best is not None and best < 700:
         text += f", best perplexity {math.exp(best):.4f}"
-    left = elapsed / iteration * (iterations + 1 - iteration) if iteration and elapsed else None
+    # Of all sessions: iterations that are done were timed, whoever did them.
+    left = spent / iteration * (iterations + 1 - iteration) if iteration and spent else None
     return left, text
 
 

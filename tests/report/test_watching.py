@@ -43,12 +43,14 @@ def test_training_under_way_tells_when_it_ends(tmp_path):
 def test_a_search_under_way_tells_its_best(tmp_path):
     folder = make_run(tmp_path / "run", stages=("search",))
     lines = (folder / ledger.HISTORY).read_text().splitlines(keepends=True)
-    (folder / ledger.HISTORY).write_text("".join(lines[:6]) + "{")
+    earlier = json.dumps({"type": "time", "seconds": 30.0}) + "\n"
+    (folder / ledger.HISTORY).write_text("".join(lines[:6]) + earlier + "{")
     Ledger(folder).start("search", {"model": {}, "options": {}, "needs": {}})
     with only_one(folder):
         search = look(folder)[0]
     # Candidate 0 has both documents, 8 nats and 8 tokens each; candidate 1 but one, which does not count.
     assert search.text == "iteration 1 of 4, 3 evaluations, best perplexity 2.7183"
+    assert search.left == 120.0  # four iterations, each as long as the first, which an earlier session has done
 
 
 def test_evaluations_are_counted(tmp_path):
