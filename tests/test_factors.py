@@ -65,6 +65,7 @@ def test_frequencies_are_divided():
             "short factors must be finite numbers above 0, got 0, -1 at dimension 1, 2",
         ),
         ({"long": [1, 2, math.inf, 4]}, "got inf"),
+        ({"long_attention_factor": 10**400}, "long_attention_factor must be a finite number above 0"),
         ({"long": [1, True, 3, 4]}, "got True"),
         ({"long": "1234"}, "long must be a list of numbers"),
         ({"rotary_dim": 7}, "rotary_dim must be an even integer"),

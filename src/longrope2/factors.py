@@ -1,7 +1,7 @@
 """RescaleFactors, the one value that flows through the whole program, and its file format."""
 
 import json
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -235,7 +235,8 @@ def _last_part(model: str) -> str:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    # Which neither NaN nor an integer too large for a float is.
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _is_count(value: Any) -> bool:
