@@ -9,6 +9,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from conftest import FAMILY_OPTIONS, family_config, family_model
 from longrope2.errors import ModelError
 from longrope2.families import FAMILIES, read_config
+from longrope2.generation.saved import read_factors
 
 SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
 
@@ -96,10 +97,22 @@ def test_existing_rescalings_are_recognised(name, tmp_path):
     assert ours.rescaled.attention_factor == pytest.approx(attention_factor)
 
 
-def test_a_short_side_with_its_own_temperature_keeps_it():
-    rope = RESCALINGS["longrope"] | {"attention_factor": 1.2, "long_mscale": 1.2, "short_mscale": 1.0}
-    reading = read_config(family_config("llama", rope, max_position_embeddings=256).to_dict())
-    assert reading.rescaled.attention_factor == 1.0
+@pytest.mark.parametrize(
+    ("mscales", "short", "long"),
+    [
+        ({"long_mscale": 1.3, "short_mscale": 1.0}, 1.0, 1.3),
+        ({"short_mscale": 1.0}, 1.0, 1.2),
+        ({"long_mscale": 1.3}, 1.2, 1.3),
+        ({}, 1.2, 1.2),
+    ],
+)
+def test_a_side_with_its_own_temperature_keeps_it(mscales, short, long):
+    rope = RESCALINGS["longrope"] | {"attention_factor": 1.2, **mscales}
+    config = family_config("llama", rope, max_position_embeddings=256)
+    rescaled = read_config(config.to_dict()).rescaled
+    assert (rescaled.attention_factor, rescaled.long_attention_factor) == (short, long)
+    factors = read_factors(config)
+    assert (factors.short_attention_factor, factors.long_attention_factor) == (short, long)
 
 
 class TestPublishedConfigs:

@@ -80,6 +80,8 @@ class Rescaled:
     factors: tuple[float, ...]
     """λ_i it applies within its original window."""
     attention_factor: float
+    long_attention_factor: float
+    """Beyond the original window, where that is another one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,13 +264,17 @@ def _existing_rescaling(parameters: Mapping[str, Any], rope: RopeSpec, window: i
             )
         if attention_factor is None and factor > 1:
             attention_factor = longrope_temperature(factor, rope.original_length)
-        attention_factor = parameters.get(SHORT_MSCALE) or attention_factor
     else:
         raise ModelError(
             f"the config's rope_type {method!r} is not known here",
             hint="known: default, linear, dynamic, yarn, llama3, longrope",
         )
-    return Rescaled(method=method, factors=tuple(map(float, factors)), attention_factor=float(attention_factor or 1.0))
+    return Rescaled(
+        method=method,
+        factors=tuple(map(float, factors)),
+        attention_factor=float(parameters.get(SHORT_MSCALE) or attention_factor or 1.0),
+        long_attention_factor=float(parameters.get(LONG_MSCALE) or attention_factor or 1.0),
+    )
 
 
 def _yarn_attention(parameters: Mapping[str, Any], factor: float) -> float:

@@ -70,7 +70,6 @@ def read_factors(config: Any) -> RescaleFactors:
             "no factors were given, and the model's config has none (its rope_type is not 'longrope')",
             hint="pass factors=, a RescaleFactors or the path of a factors file",
         )
-    attention_factor = reading.rescaled.attention_factor
     return RescaleFactors(
         method="longrope",
         rotary_dim=reading.rope.rotary_dim,
@@ -79,8 +78,8 @@ def read_factors(config: Any) -> RescaleFactors:
         target_length=reading.window,
         long=tuple(parameters["long_factor"]),
         short=reading.rescaled.factors,
-        long_attention_factor=parameters.get(LONG_MSCALE, attention_factor),
-        short_attention_factor=parameters.get(SHORT_MSCALE, attention_factor),
+        long_attention_factor=reading.rescaled.long_attention_factor,
+        short_attention_factor=reading.rescaled.attention_factor,
     )
 
 
