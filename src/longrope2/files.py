@@ -1,9 +1,10 @@
-"""Files that are whole or absent: atomic writes, a folder for one process at a time, and what made an artefact."""
+"""Files and folders that are whole or absent, a folder for one process at a time, and what made an artefact."""
 
 import errno
 import json
 import os
 import re
+import shutil
 import sys
 import tempfile
 import time
@@ -39,6 +40,32 @@ def atomic_path(path: Path) -> Iterator[Path]:
             raise _unwritable(path, error) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_folder(folder: Path) -> Iterator[Path]:
+    """Yield a folder beside `folder`; it takes the final name, and the old one goes, only if the block succeeds.
+
+    What a kill has left of an earlier one is swept away.
+    """
+    temporary, replaced = (folder.with_name(f".{folder.name}.{state}") for state in ("partial", "replaced"))
+    with only_one(temporary, "another process is writing it", hint="wait for it, or name another place"):
+        try:
+            shutil.rmtree(replaced, ignore_errors=True)
+            for left in temporary.iterdir():
+                left.unlink()
+            yield temporary
+            for file in temporary.iterdir():
+                file.chmod(0o666 & ~umask())
+                with file.open("rb") as written:
+                    os.fsync(written.fileno())
+            if folder.exists():
+                folder.rename(replaced)
+            temporary.rename(folder)
+            shutil.rmtree(replaced, ignore_errors=True)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
 
 
 def umask() -> int:

@@ -46,6 +46,24 @@ def _parsed(path: Path, _state: tuple[int, ...]) -> "GGUFModel":
     return GGUFModel(path)
 
 
+def model_of(config: Any, state: "dict[str, torch.Tensor]", name: str) -> Any:
+    """A transformers model with these weights, all of them; `name` is the file's, for messages."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config)
+    model.to_empty(device="cpu")
+    missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
+    model.tie_weights()
+    missing = [weight for weight in missing if not (config.tie_word_embeddings and weight == "lm_head.weight")]
+    if missing or unexpected:
+        raise ModelError(f"{name}: tensors missing {missing[:3]} or not known {unexpected[:3]}", hint=AGAIN)
+    # Buffers made on the meta device hold garbage; a fresh rotary module has the right ones.
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=config)
+    return model.eval()
+
+
 class GGUFModel:
     """One GGUF file: its metadata at once, its tensors when asked for."""
 
@@ -153,21 +171,11 @@ class GGUFModel:
     def model(self, *, dtype: "torch.dtype") -> Any:
         """A LlamaForCausalLM with the dequantised weights."""
         import torch
-        from transformers import LlamaConfig, LlamaForCausalLM
+        from transformers import LlamaConfig
 
         config = LlamaConfig(**self.config())
-        with torch.device("meta"):
-            model = LlamaForCausalLM(config)
         state = {name: torch.from_numpy(array).to(dtype) for name, array in self._weights(config).items()}
-        model.to_empty(device="cpu")
-        missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
-        model.tie_weights()
-        missing = [name for name in missing if not (config.tie_word_embeddings and name == "lm_head.weight")]
-        if missing or unexpected:
-            raise ModelError(f"{self.path.name}: tensors missing {missing[:3]} or not known {unexpected[:3]}")
-        # Buffers made on the meta device hold garbage; a fresh rotary module has the right ones.
-        model.model.rotary_emb = type(model.model.rotary_emb)(config=config)
-        return model.eval()
+        return model_of(config, state, self.path.name)
 
     def tokenizer(self) -> Any:
         """The tokenizer, with the text split that the file names; the caller's own, to change as need be."""

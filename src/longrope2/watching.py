@@ -200,10 +200,11 @@ def run_watch(folder: Path, *, once: bool, every: float) -> None:
 
 def _table(folder: Path, views: list[View]) -> Any:
     from rich import box
+    from rich.markup import escape
     from rich.table import Table
 
     colours = {"done": "green", "running": "cyan", "interrupted": "yellow", "waiting": "dim"}
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=folder.name, title_justify="left")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=escape(folder.name), title_justify="left")
     for column, justify in (("stage", "left"), ("state", "left"), ("time", "right"), ("left", "right"), ("", "left")):
         table.add_column(column, justify=justify)  # type: ignore[arg-type]
     for view in views:
@@ -212,6 +213,6 @@ def _table(folder: Path, views: list[View]) -> Any:
             f"[{colours[view.state]}]{view.state}[/]",
             "" if view.seconds is None else duration(view.seconds),
             "" if view.left is None or view.state == "done" else duration(view.left),
-            view.text,
+            escape(view.text),
         )
     return table

@@ -31,6 +31,7 @@ from longrope2.errors import FactorsError, LongRopeError, ModelError
 from longrope2.export import huggingface, output, weights
 from longrope2.export.run import export
 from longrope2.factors import RescaleFactors
+from longrope2.files import atomic_folder
 from longrope2.models import ASSETS, describe, load, rescale_model
 
 TINY = ASSETS / "tiny"
@@ -300,7 +301,7 @@ class TestOutput:
         (tmp_path / "e").mkdir()
         (tmp_path / "e" / "config.json").write_text("old")
         code = (
-            "import sys, time; from pathlib import Path; from longrope2.export.output import atomic_folder\n"
+            "import sys, time; from pathlib import Path; from longrope2.files import atomic_folder\n"
             "with atomic_folder(Path(sys.argv[1])) as folder:\n"
             "    (folder / 'config.json').write_text('new'); print('now', flush=True); time.sleep(60)"
         )
@@ -309,7 +310,14 @@ class TestOutput:
         os.kill(child.pid, signal.SIGKILL)
         child.wait()
         assert (tmp_path / "e" / "config.json").read_text() == "old"
-        assert sorted(file.name[:3] for file in tmp_path.iterdir()) == [".e.", "e"]
+        assert sorted(file.name for file in tmp_path.iterdir()) == [".e.partial", "e"]
+        with atomic_folder(tmp_path / "e") as folder:
+            assert not list(folder.iterdir())
+            (folder / "config.json").write_text("newer")
+            with pytest.raises(LongRopeError, match="another process is writing it"), atomic_folder(tmp_path / "e"):
+                pass
+        assert [file.name for file in tmp_path.iterdir()] == ["e"]
+        assert (tmp_path / "e" / "config.json").read_text() == "newer"
 
 
 class TestSources:

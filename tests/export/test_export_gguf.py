@@ -319,6 +319,13 @@ class TestRefusals:
             with pytest.raises(ModelError, match="its factors or config are damaged"):
                 Reference(path)
 
+    def test_a_weight_that_is_missing_is_not_made_up(self, tmp_path):
+        path = tmp_path / "tiny.gguf"
+        export("tiny", path, factors=tiny_factors(), format="gguf")
+        path.write_bytes(path.read_bytes().replace(b"blk.0.attn_q.weight", b"xlk.0.attn_q.weight"))
+        with pytest.raises(ModelError, match=r"tensors missing \['model\.layers\.0\.self_attn\.q_proj\.weight'\]"):
+            Reference(path).model()
+
     def test_other_names(self, tmp_path):
         with pytest.raises(LongRopeError, match=r"must end in \.gguf"):
             export("tiny", tmp_path / "o.bin", factors=tiny_factors(), format="gguf")

@@ -65,9 +65,10 @@ def test_evaluations_are_counted(tmp_path):
 
 
 def test_once_prints_the_table(tmp_path, capsys):
-    make_run(tmp_path / "run", stages=("search",))
-    cli.main(["watch", str(tmp_path / "run"), "--once"], standalone_mode=False)
+    make_run(tmp_path / "run [b]", stages=("search",))  # which rich would take for markup
+    cli.main(["watch", str(tmp_path / "run [b]"), "--once"], standalone_mode=False)
     printed = capsys.readouterr().out
+    assert "run [b]" in printed
     rows = [line.split()[:2] for line in printed.splitlines()]
     assert [row for row in rows if row[:1] in (["search"], ["train"], ["report"])] == [
         ["search", "done"],

@@ -65,7 +65,7 @@ class Corpus:
 
     @cached_property
     def _table(self) -> Any:
-        arrow = require("pyarrow", extra="eval", purpose="a tokenised corpus")
+        arrow = require("pyarrow", extra="train", purpose="a tokenised corpus")
         try:
             return arrow.ipc.open_file(arrow.memory_map(str(self.path))).read_all()
         except (OSError, arrow.ArrowException) as error:
@@ -147,7 +147,7 @@ def _record(key: str, cache: Path) -> dict[str, Any]:
 
 
 def _write(source: Source, tokenizer: "PreTrainedTokenizerBase", key: str, cache: Path) -> None:
-    arrow = require("pyarrow", extra="eval", purpose="a tokenised corpus")
+    arrow = require("pyarrow", extra="train", purpose="a tokenised corpus")
     encode = plain_encoder(tokenizer)
     schema = arrow.schema(
         [("tokens", arrow.list_(arrow.int32())), ("title", arrow.string()), ("source", arrow.string())]

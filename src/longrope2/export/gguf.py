@@ -23,7 +23,7 @@ from longrope2.export.weights import Change, SourceModel, cast
 from longrope2.factors import RescaleFactors
 from longrope2.families import FULL_ATTENTION
 from longrope2.files import atomic_path
-from longrope2.gguf_model import AGAIN, FACTORS_KEY, unpermute
+from longrope2.gguf_model import AGAIN, FACTORS_KEY, model_of, unpermute
 from longrope2.models import head_dim
 
 if TYPE_CHECKING:
@@ -144,10 +144,11 @@ class GGUFExport:
 
     def __init__(self, path: Path) -> None:
         gguf = require("gguf", extra="export", purpose="reading a GGUF file")
+        self._name = path.name
         try:
             self._reader = gguf.GGUFReader(path)
         except (ValueError, OSError, IndexError, KeyError) as error:
-            raise ModelError(f"{path}: not a readable GGUF file ({error})") from error
+            raise ModelError(f"{path}: not a readable GGUF file ({error})", hint=AGAIN) from error
         texts = {key: field.contents() for key in (CONFIG_KEY, FACTORS_KEY) if (field := self._reader.get_field(key))}
         if len(texts) < 2:
             raise ModelError(
@@ -175,20 +176,7 @@ class GGUFExport:
             values = gguf.dequantize(tensor.data, tensor.tensor_type).reshape([int(n) for n in reversed(tensor.shape)])
             heads = _permuted_heads(name, architecture, self.config)
             state[name] = torch.tensor(unpermute(values, heads) if heads else values, dtype=torch.float32)
-        return _model(self.config, state)
-
-
-def _model(live: Any, state: dict[str, Tensor]) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(live)
-    model.to_empty(device="cpu")
-    model.load_state_dict(state, strict=False, assign=True)
-    model.tie_weights()
-    # Buffers made on the meta device hold garbage; a fresh rotary module has the right ones.
-    model.model.rotary_emb = type(model.model.rotary_emb)(config=live)
-    return model.float().eval()
+        return model_of(self.config, state, self._name).float()
 
 
 def _live(config: Mapping[str, Any]) -> Any:

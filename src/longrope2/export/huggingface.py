@@ -9,10 +9,10 @@ import torch
 
 from longrope2.console import ProgressLine, warn
 from longrope2.export.config import serving_config
-from longrope2.export.output import atomic_folder, check_room
+from longrope2.export.output import check_room
 from longrope2.export.weights import Change, SourceModel, Stored, cast
 from longrope2.factors import RescaleFactors
-from longrope2.files import write_json, write_text
+from longrope2.files import atomic_folder, write_json, write_text
 from longrope2.generation.saved import FACTORS_FILE
 
 SHARD_BYTES = 4 << 30

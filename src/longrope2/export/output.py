@@ -1,14 +1,9 @@
-"""Where an export goes: never over something by accident, never half, never without room."""
+"""Where an export goes: never over something by accident, never without room."""
 
-import os
 import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from longrope2.errors import LongRopeError
-from longrope2.files import umask
 
 MARGIN = 64 << 20
 """Bytes for tokenizer, config and the file system's own needs."""
@@ -39,27 +34,3 @@ def check_room(output: Path, needed: int) -> None:
             f"{output}: the export needs {needed / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB are free there",
             hint="make room, name another disk with -o, or write a smaller --dtype",
         )
-
-
-@contextmanager
-def atomic_folder(output: Path) -> Iterator[Path]:
-    """Yield a temporary folder beside `output`; it takes the final name, and the old one goes, only on success."""
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(dir=output.parent, prefix=f".{output.name}."))
-    except OSError as error:
-        raise LongRopeError(f"{output}: cannot be written ({error.strerror})") from error
-    try:
-        temporary.chmod(0o777 & ~umask())
-        yield temporary
-        for file in temporary.iterdir():
-            file.chmod(0o666 & ~umask())
-            with file.open("rb") as written:
-                os.fsync(written.fileno())
-        replaced = temporary.with_name(temporary.name + ".replaced")
-        if output.exists():
-            output.rename(replaced)
-        temporary.rename(output)
-        shutil.rmtree(replaced, ignore_errors=True)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)

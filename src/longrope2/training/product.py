@@ -1,8 +1,6 @@
 """The end product of a run: a plain transformers folder with longrope in its config, whole or absent."""
 
 import json
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from longrope2.distributed import World
 from longrope2.errors import LongRopeError
 from longrope2.factors import RescaleFactors
-from longrope2.files import umask, write_json
+from longrope2.files import atomic_folder, write_json
 from longrope2.generation.saved import FACTORS_FILE, warn_of_single_attention_factor, write_factors
 from longrope2.training.trainable import merged
 
@@ -39,20 +37,11 @@ def write_product(
     state = full_state(model, dtype)
     if not here.is_main:
         return
-    temporary = folder.with_name(f".{folder.name}.partial")
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        _write(model, tokenizer, factors, temporary, state, dtype)
-        factors.save(temporary / FACTORS_FILE)
-        write_json(temporary / RECORD, record)
-        for path in temporary.iterdir():
-            path.chmod(0o666 & ~umask())
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        if folder.exists():  # damaged, or of another dtype
-            shutil.rmtree(folder)
-        temporary.rename(folder)
+        with atomic_folder(folder) as temporary:  # what is there is damaged, or of another dtype
+            _write(model, tokenizer, factors, temporary, state, dtype)
+            factors.save(temporary / FACTORS_FILE)
+            write_json(temporary / RECORD, record)
     except (OSError, SafetensorError) as error:
         raise LongRopeError(
             f"{folder}: the trained model cannot be written ({error})",
