@@ -42,6 +42,12 @@ def test_wilson_against_scipy(right, count):
     assert wilson(right / count, count) == pytest.approx((expected.low, expected.high), abs=1e-12)
 
 
+@pytest.mark.parametrize("count", [110, 220, 260, 1300, 24, 65, 1000])
+def test_rounding_leaves_no_mean_outside_its_interval(count):
+    assert wilson(0.0, count)[0] == 0.0
+    assert wilson(1.0, count)[1] == 1.0
+
+
 def test_student_against_scipy():
     stats = pytest.importorskip("scipy.stats")
     for degrees in range(1, 120):

@@ -15,7 +15,8 @@ def wilson(mean: float, count: float) -> tuple[float, float]:
     z2 = NORMAL_QUANTILE**2
     centre = _centre(mean, count)
     reach = NORMAL_QUANTILE / (1 + z2 / count) * math.sqrt(mean * (1 - mean) / count + z2 / (4 * count**2))
-    return max(0.0, centre - reach), min(1.0, centre + reach)
+    # Rounding must not leave the mean itself outside.
+    return max(0.0, min(mean, centre - reach)), min(1.0, max(mean, centre + reach))
 
 
 def mean_of_means(means: Sequence[float], counts: Sequence[int]) -> tuple[float, float]:
