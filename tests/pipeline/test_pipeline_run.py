@@ -132,6 +132,16 @@ def test_other_options_run_again_what_depends_on_them(place, recipe, whole):
     ]  # fmt: skip
 
 
+def test_sources_are_told_by_what_they_hold(place, recipe, whole, tmp_path):
+    shutil.copytree(place / "texts", tmp_path / "texts")
+    (tmp_path / "texts/book.txt").touch()
+    moved = tmp_path / "moved.toml"
+    moved.write_text(recipe.read_text().replace(str(place / "texts"), f"{tmp_path}/./texts/"))
+    assert job(place, moved, whole).reasons() == {}
+    (tmp_path / "texts/book.txt").write_text("Another one. " * 10_000)
+    assert list(job(place, moved, whole).reasons())[:2] == ["data", "train"]
+
+
 def test_what_other_options_gave_is_kept_aside(place, recipe, whole, capfd):
     folder = place / "aside"
     folder.mkdir()

@@ -18,7 +18,7 @@ from longrope2.evaluation import book_perplexity, niah, passkey, ruler_suite
 from longrope2.evaluation.run import EvaluationConfig, lengths_for
 from longrope2.methods import METHODS
 from longrope2.pipeline.recipe import ExportOptions
-from longrope2.pipeline.steps import Setting, Step, planned_rows, search_config
+from longrope2.pipeline.steps import DATA_PATHS, Setting, Step, planned_rows, search_config
 from longrope2.training.estimate import FLASH_BACKWARD, Work, assumed_work, estimate, planned_work
 from longrope2.training.gpus import GIB, known_gpu
 from longrope2.training.job import resolve
@@ -205,7 +205,7 @@ def _train(setting: Setting, _: Step, shape: Shape, machine: Machine) -> Needs:
 
 
 def _evaluate(setting: Setting, step: Step, shape: Shape, machine: Machine) -> Needs:
-    options = {name: value for name, value in step.options.items() if name != "stamps"}
+    options = {name: value for name, value in step.options.items() if name not in DATA_PATHS}
     config = EvaluationConfig(**{**options, "beyond_window": True})
     lengths = lengths_for(config, setting.recipe.target_length)
     counts = {

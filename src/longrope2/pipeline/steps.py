@@ -32,6 +32,9 @@ from longrope2.search.run import SearchConfig, search
 from longrope2.training.job import ELASTIC
 from longrope2.training.run import run_train
 
+DATA_PATHS = ("data", "books")
+"""The options of an evaluation that name files."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
@@ -136,7 +139,7 @@ def _search_step(setting: Setting) -> Step:
             loaded = load(setting.info, device=here.device(), tensor_parallel=tensor_parallel)
             search(loaded, config, setting.folder / "search", here)
 
-    options = {**asdict(config), "books_stamp": stamp(config.books)}
+    options = by_content(asdict(config), "books")
     outputs = (ledger.FACTORS, ledger.SEARCH)
     return Step(name="search", needs=(), options=options, outputs=outputs, work=work, together=True)
 
@@ -145,13 +148,12 @@ def _data_step(setting: Setting) -> Step:
     recipe = setting.recipe
     options: dict[str, Any] = {
         "plan": recipe.plan,
-        "source": list(recipe.source),
-        "bucket": list(recipe.bucket),
-        "recall": recipe.recall,
-        "stamps": [
-            None if source["path"] in (PACKAGE_BOOKS, RECALL) else stamp(source["path"]) for source in recipe.source
+        "source": [
+            source if source["path"] in (PACKAGE_BOOKS, RECALL) else by_content(source, "path")
+            for source in recipe.source
         ],
-        "recall_stamp": stamp((recipe.recall or {}).get("books")),
+        "bucket": list(recipe.bucket),
+        "recall": by_content(recipe.recall or {}, "books"),
     }
     work = partial(_make_data, setting)
     return Step(name="data", needs=(), options=options, outputs=(ledger.PLAN,), work=work)
@@ -229,7 +231,7 @@ def _evaluate_steps(setting: Setting, *, trains: bool) -> Iterator[Step]:
             yield Step(
                 name=place,
                 needs=needs.get(method, ()),
-                options={**options, "stamps": [stamp(options.get(key)) for key in ("data", "books")]},
+                options=by_content(options, *DATA_PATHS),
                 outputs=(f"{place}/results.json",),
                 work=partial(_evaluate, setting, method, setting.folder / place, options),
                 together=True,
@@ -333,13 +335,10 @@ def plan_is_usable(setting: Setting, *, whole: bool) -> bool:
         return False
 
 
-def stamp(path: str | None) -> str | None:
-    """Names, sizes and times of local files, which tell when they change; None for what is not a local path."""
-    if not path or not Path(path).expanduser().exists():
-        return None
-    place = Path(path).expanduser()
-    files = sorted(file for file in place.rglob("*") if file.is_file()) if place.is_dir() else [place]
-    return ledger.fingerprint([[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files])
+def by_content(options: Mapping[str, Any], *paths: str) -> dict[str, Any]:
+    """Options whose local files are told by what they hold: moved, or spelled another way, they are the same."""
+    known = {name: ledger.output_digest(Path(options[name]).expanduser()) for name in paths if options.get(name)}
+    return {**options, **{name: digest for name, digest in known.items() if digest is not None}}
 
 
 def _toml(tables: Mapping[str, Any]) -> str:
