@@ -107,7 +107,7 @@ def write_run(folder, name, parts, **changes) -> None:
     (folder / "results.json").write_text(json.dumps(result))
 
 
-def test_compare_against_a_row(tmp_path):
+def test_compare_against_a_row(tmp_path, capsys):
     write_run(tmp_path / "a", "yarn", [ruler("vt", [0.0] * 20), book([20.0] * 4)])
     write_run(tmp_path / "b", "ours", [ruler("vt", [1.0] * 10 + [0.0] * 10), book([19.0, 19.5, 19.2, 19.1])])
     write_run(tmp_path / "c", "other", [ruler("vt", [1.0] * 20, asked="others")])
@@ -116,7 +116,10 @@ def test_compare_against_a_row(tmp_path):
     apart, books = result["tables"][-2:]
     assert apart["title"] == "RULER, against yarn"
     assert apart["rows"] == [["ours", "+50.0 (+21.1 to +69.8)"]]
-    assert apart["caption"] == "points more than yarn, question by question, with 95% intervals"
+    assert apart["caption"] == (
+        "points more than yarn, question by question, with 95% intervals; samples in a number: 20"
+    )
+    assert "other is not compared with yarn" in capsys.readouterr().err
     assert books["title"] == "Perplexity of books, full windows, against yarn"
     assert books["rows"][0][1].startswith("-7.6")
     assert set(result["differences"]) == {"ours", "other"}
@@ -135,3 +138,16 @@ def test_what_cannot_be_paired_is_said(tmp_path):
     write_run(tmp_path / "b", "ours", [ruler("vt", [1.0])], values={"ruler/vt/4096": {"asked": 1, "values": []}})
     with pytest.raises(LongRopeError, match=r"not the results of an evaluation \(values\..*asked must be str"):
         compare(places)
+    for place, wrong in (("ruler/vt/4096", 1e300), ("ruler/vt/4096", -1), ("perplexity/full/4096", 10**400)):
+        found = {place: {"asked": "q", "values": [wrong]}}
+        write_run(tmp_path / "b", "ours", [ruler("vt", [1.0])], values=found)
+        with pytest.raises(LongRopeError, match=f"values.{place} must lie from 0 to "):
+            compare(places)
+
+
+def test_rows_over_other_tasks_are_told_apart(tmp_path):
+    write_run(tmp_path / "a", "yarn", [ruler("vt", [0.0]), ruler("cwe", [0.0])])
+    write_run(tmp_path / "b", "one", [ruler("vt", [1.0])])
+    write_run(tmp_path / "c", "two", [ruler("vt", [1.0]), ruler("cwe", [0.0])])
+    table = compare([tmp_path / name for name in "abc"], against="yarn")["tables"][-1]
+    assert "rows are not of the same tasks (one: vt; two: cwe, vt)" in table["caption"]

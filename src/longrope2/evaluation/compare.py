@@ -9,7 +9,7 @@ from typing import Any
 from longrope2.console import say, show_json, show_table, warn
 from longrope2.errors import DataError, LongRopeError, MissingExtraError
 from longrope2.evaluation.paired import differences
-from longrope2.evaluation.results import AVERAGE, RESULTS, SCORE, VALUES, grid_misfit
+from longrope2.evaluation.results import AVERAGE, RESULTS, SCORE, grid_misfit, values_misfit
 from longrope2.evaluation.suites import chosen
 from longrope2.evaluation.table import CAPTION, HEADS, TITLES, Score, Table, cell, suites_of
 from longrope2.figures import draw_by_length, draw_heatmaps, length_label
@@ -118,7 +118,7 @@ def _check(result: Any) -> list[str]:
     problems = [misfit(result, RUN)]
     if problems == [None]:
         problems += [grid_misfit(grid) for grid in result["grids"].values()]
-        problems.append(misfit(result.setdefault("values", {}), VALUES, "values"))  # which older releases did not write
+        problems.append(values_misfit(result.setdefault("values", {})))  # which older releases did not write
         problems += [_gap(score) for score in result["scores"]]
     if found := next(filter(None, problems), None):
         raise ValueError(found)
@@ -179,12 +179,15 @@ def _differences(runs: Sequence[dict[str, Any]], names: Sequence[str], against: 
             f"no other row was asked what {against} was asked, or they do not say",
             hint="evaluate all with the same suites, lengths, samples and seed, by this release",
         )
+    for name in (name for name, own in found.items() if not own):
+        warn(f"{name} is not compared with {against}: it was asked something else, or does not say what")
     return found
 
 
 def _against(table: Table, suite: str, against: str | None) -> Table:
     unit = "percent" if suite == "perplexity" else "points"
-    caption = f"{unit} more than {against}, question by question, with 95% intervals"
+    _, _, rest = table.caption.partition(";")  # how many samples, and whether all rows are of the same tasks
+    caption = f"{unit} more than {against}, question by question, with 95% intervals;{rest}"
     return replace(table, title=f"{table.title}, against {against}", caption=caption)
 
 

@@ -69,4 +69,4 @@ def _percent(task: str, length: int | None, logarithms: Sequence[float]) -> Meas
 
 
 def _in_percent(logarithm: float) -> float:
-    return 100 * math.expm1(min(logarithm, 700.0))
+    return 100 * math.expm1(logarithm)

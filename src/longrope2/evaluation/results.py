@@ -21,6 +21,8 @@ SCORE = {
 """The shape of a number in results.json: see `Measured`."""
 GRID = {"lengths": [int], "depths": [float], "cells": [[{"score": float, "samples": int}]]}
 """The shape of a grid there: a row of cells for each depth, a cell for each length."""
+LARGEST_NLL = 700
+"""Whose perplexity is still a number."""
 VALUES = {...: {"asked": str, "values": [float | None]}}
 """The shape of `values` there, by suite/task/length: see `Values`."""
 
@@ -32,7 +34,7 @@ class Values:
     asked: str
     """A hash of the questions."""
     values: tuple[float | None, ...]
-    """Scores from 0 to 1, or documents' mean negative log-likelihoods; None where that is infinite."""
+    """Scores from 0 to 1, or documents' mean negative log-likelihoods; None where the perplexity overflows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +84,17 @@ def grid_misfit(grid: Any) -> str | None:
         return "a grid without lengths or depths"
     whole = [len(row) for row in grid["cells"]] == [len(grid["lengths"])] * len(grid["depths"])
     return None if whole else "cells are not as many as lengths and depths"
+
+
+def values_misfit(values: Any) -> str | None:
+    """What is wrong with `values` that were read from a file; None if nothing is."""
+    if problem := misfit(values, VALUES, "values"):
+        return problem
+    for place, found in values.items():
+        most = LARGEST_NLL if place.startswith("perplexity/") else 1
+        if any(value is not None and not 0 <= value <= most for value in found["values"]):
+            return f"values.{place} must lie from 0 to {most}"
+    return None
 
 
 def accuracy(
@@ -136,12 +149,12 @@ def perplexity(scores: Sequence[Score], *, suite: str, task: str, length: int, a
         samples=len(scores),
         low=low,
         high=high,
-        each=Values(asked=asked, values=tuple(mean if math.isfinite(mean) else None for mean in means)),
+        each=Values(asked=asked, values=tuple(mean if mean < LARGEST_NLL else None for mean in means)),
     )
 
 
 def _finite_exp(value: float) -> float | None:
-    return math.exp(value) if value < 700 else None
+    return math.exp(value) if value < LARGEST_NLL else None
 
 
 def answered(samples: Sequence[Sample], engine: Engine, label: str) -> list[float]:
