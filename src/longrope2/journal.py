@@ -9,9 +9,9 @@ from typing import Any
 
 from longrope2.errors import LongRopeError, all_problems
 
-NAMES = {"model", "config.books"}
-"""Entries of a header that only name what others identify by its content, weights and documents: a folder may have been
-moved, or its path spelled another way."""
+NAMES = {"model": "weights", "config.books": "documents"}
+"""Entries of a header that only name what another identifies by its content: a folder may have been moved, or its path
+spelled another way."""
 
 
 TIME = "time"
@@ -116,7 +116,8 @@ class JournalFile:
         expected = _flat(json.loads(json.dumps(expected)))
         found = _flat({key: value for key, value in found.items() if key != "type"})
         different = [key for key in sorted(set(found) | set(expected)) if found.get(key) != expected.get(key)]
-        if not NAMES.issuperset(different):
+        different = [key for key in different if key not in NAMES or NAMES[key] in different]
+        if different:
             differences = [f"{key}: {found.get(key)!r} on disk, {expected.get(key)!r} now" for key in different]
             raise JournalError(
                 all_problems(f"{path} belongs to another {self._job}", differences),

@@ -147,7 +147,7 @@ def test_without_the_damaged_line_the_rest_is_used(tmp_path):
             "config.seed: 0 on disk, 1 now",
         ),
         (
-            {"config": {"seed": 0, "shape": (1, 2), "books": "x", "schedule": {"size": 3}}},
+            {"config": {"seed": 0, "shape": (1, 2), "books": "x", "schedule": {"size": 3}}, "documents": "d"},
             "- config.books: None on disk, 'x' now\n  - config.schedule.size: None on disk, 3 now",
         ),
         ({"dtype": "float32"}, "dtype: None on disk, 'float32' now"),
@@ -170,6 +170,9 @@ def test_another_name_of_the_same_model_and_books_is_no_other_search(tmp_path):
     journal = Journal(path, {**HEADER, "model": "/moved/tiny", "config": {**HEADER["config"], "books": "../books"}})
     journal.close()
     assert journal.known == {("k0", 0): 1.0}
+    with pytest.raises(JournalError) as caught:  # and where something else differs, the name is no matter
+        Journal(path, {**HEADER, "model": "/moved/tiny", "dtype": "float32"})
+    assert "moved" not in str(caught.value)
 
 
 def test_all_differences_are_named_at_once(tmp_path):
