@@ -113,6 +113,8 @@ def test_a_plan_from_a_file_with_json(folder, cache, tmp_path, capsys):
         (["tiny", "--target-length", "1k", "--source", "x", "--buckets", "8k"], "'8k' is not a bucket"),
         (["tiny", "--source", "books"], "target_length is missing"),
         (["tiny", "--config", "none.toml"], "none.toml: cannot be read"),
+        (["tiny", "--target-length", "1k", "--tokens", "9k", "--source", "no.txt"], "'no.txt' is neither a file"),
+        (["tiny", "--target-length", "1k", "--tokens", "9k", "--source", "no.jsonl"], "'no.jsonl' is neither a file"),
     ],
 )
 def test_wrong_input_is_one_message_and_exit_code_2(arguments, message, tmp_path):

@@ -139,8 +139,8 @@ def content_bytes(source: Source) -> int | None:
     if _is_package(source):
         return sum(entry.characters for entry in package_manifest() if not entry.held_out)
     if path.is_dir():
-        return sum(file.stat().st_size for file in path.rglob("*") if file.suffix.lower() == ".txt")
-    if path.suffix.lower() in (".txt", ".jsonl"):
+        return sum(file.stat().st_size for file in path.rglob("*") if file.suffix.lower() == ".txt" and file.is_file())
+    if path.suffix.lower() in (".txt", ".jsonl") and path.is_file():
         return path.stat().st_size
     return None
 
