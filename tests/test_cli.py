@@ -73,6 +73,9 @@ def test_factors_are_written_and_read_back(model, tmp_path):
     factors = RescaleFactors.load(file)
     assert (factors.method, factors.target_length) == ("yarn", 131072)
     assert factors.provenance["revision"].startswith("sha256:")
+    assert factors.switches
+    run("factors", model, "--target-length", "128k", "--method", "yarn", "--single", "-o", file)
+    assert RescaleFactors.load(file) == factors.long_everywhere()
     right = ",".join(["6.5"] * 12)
     options = ["--critical-dimension", "20", "--right-factors", right, "--attention-factor", "1.1"]
     run("factors", model, "--target-length", "32768", "--method", "longrope2", *options, "-o", file)
@@ -112,9 +115,14 @@ FACTORS = ["factors", "MODEL", "--target-length", "32k", "-o", "f.json", "--meth
         (["inspect", "MODEL", "--plot", "figure.xyz"], "cannot draw into a file that ends in '.xyz'"),
         (["inspct", "MODEL"], "No such command 'inspct'"),
         (["factors", "MODEL", "--method", "yarn", "-o", "f.json"], "Missing option '--target-length'"),
+        (["factors", "MODEL", "--target-length", "32k", "--method", "yarn", "-o", ""], "the name is empty"),
         ([*FACTORS, "yarm"], "did you mean 'yarn'"),
         ([*FACTORS, "pi", "--critical-dimension", "3"], "method 'pi' takes no critical_dimension"),
         ([*FACTORS, "longrope2", "--right-factors", "4,x"], "'x' is not a number"),
+        (
+            [*FACTORS, "longrope2", "--critical-dimension", "20", "--right-factors", "-1"],
+            "right-hand factors must be finite numbers above 0, got -1.0, -1.0, -1.0\nhint:",
+        ),
         ([*FACTORS, "pi", "-o", "/proc/f.json"], "/proc/f.json: cannot be written"),
     ],
 )

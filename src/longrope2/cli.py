@@ -75,10 +75,21 @@ class Names(click.ParamType):  # type: ignore[type-arg]
         return tuple(name for name in (part.strip() for part in str(value).split(",")) if name)
 
 
+class Place(click.Path):
+    """A file or folder, with a name: Path takes an empty one, as of a variable that is not set, for this folder."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Refuse an empty name."""
+        if value == "":
+            self.fail("the name is empty", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 LENGTH = Length()
 LENGTHS = Lengths()
 NAMES = Names()
 FLOATS = Floats()
+PLACE = Place(path_type=Path)
 
 model_argument = click.argument("model")
 target_option = click.option("--target-length", type=LENGTH, metavar="N", help="Window to reach, e.g. 128k.")
@@ -90,7 +101,7 @@ original_option = click.option(
 )
 factors_option = click.option(
     "--factors",
-    type=click.Path(path_type=Path),
+    type=PLACE,
     metavar="FILE",
     help="Factors file; default: those in the model's config.",
 )
@@ -112,7 +123,7 @@ def cli() -> None:
 @target_option
 @original_option
 @json_option
-@click.option("--plot", type=click.Path(path_type=Path), metavar="FILE", help="Also draw it (png, pdf, svg).")
+@click.option("--plot", type=PLACE, metavar="FILE", help="Also draw it (png, pdf, svg).")
 def inspect(
     model: str, target_length: int | None, original_length: int | None, as_json: bool, plot: Path | None
 ) -> None:
@@ -139,7 +150,7 @@ def inspect(
 @model_argument
 @click.option("--target-length", type=LENGTH, metavar="N", required=True, help="Window to reach, e.g. 128k.")
 @click.option("--method", required=True, metavar="NAME", help="pi, ntk, yarn, …: see `longrope2 inspect`.")
-@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), metavar="FILE")
+@click.option("-o", "--output", required=True, type=PLACE, metavar="FILE")
 @click.option("--critical-dimension", type=int, metavar="I", help="d_rcd of the -rcd methods and longrope2.")
 @click.option(
     "--right-factors",
@@ -148,6 +159,7 @@ def inspect(
     help="For longrope2: factors from d_rcd on, comma-separated, or one for all.",
 )
 @click.option("--attention-factor", type=float, metavar="A", help="For longrope2: temperature when long.")
+@click.option("--single", is_flag=True, help="One RoPE at every length, as closed forms are published.")
 @original_option
 @click.option("--extend-again", is_flag=True, help="Accept a model that was extended before.")
 def factors(
@@ -155,6 +167,7 @@ def factors(
     target_length: int,
     method: str,
     output: Path,
+    single: bool,
     original_length: int | None,
     extend_again: bool,
     **options: Any,
@@ -168,6 +181,8 @@ def factors(
     result = rescale_model(info, method, target_length, extend_again=extend_again, **given)
     for oddity in result.oddities():
         warn(oddity)
+    if single:
+        result = result.long_everywhere()
     result.save(output)
     say(f"wrote {output}: {method}, {result.original_length:,} → {result.target_length:,} tokens")
 
@@ -175,7 +190,7 @@ def factors(
 @cli.command()
 @model_argument
 @click.option("--target-length", type=LENGTH, metavar="N", required=True, help="Window to reach, e.g. 128k.")
-@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), metavar="FOLDER")
+@click.option("-o", "--output", required=True, type=PLACE, metavar="FOLDER")
 @click.option("--books", metavar="SOURCE", help="Folder, file or hub dataset; default: the package's books.")
 @click.option("--documents", default=10, show_default=True, help="Needle documents, a book each.")
 @click.option("--held-out", default=0, show_default=True, help="Other documents to score the result on.")
@@ -249,7 +264,7 @@ def search(model: str, output: Path, as_json: bool, **options: Any) -> None:
 @model_argument
 @click.argument("source", required=False, metavar="[-]")
 @click.option("--prompt", metavar="TEXT")
-@click.option("--prompt-file", type=click.Path(path_type=Path), metavar="FILE", help="Read the prompt from a file.")
+@click.option("--prompt-file", type=PLACE, metavar="FILE", help="Read the prompt from a file.")
 @factors_option
 @click.option("--max-new-tokens", type=LENGTH, metavar="N", help="Default: 256, or what the window leaves.")
 @click.option("--stream", is_flag=True, help="Print text as it comes.")
@@ -295,7 +310,7 @@ def generate(
 @click.option("--documents", default=20, show_default=True, help="Needle documents at each length.")
 @click.option("--books", metavar="SOURCE", help="Folder, file or hub dataset; default: the package's books.")
 @click.option("--seed", default=0, show_default=True)
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FOLDER", help="For calibration.json, .png.")
+@click.option("-o", "--output", type=PLACE, metavar="FOLDER", help="For calibration.json, .png.")
 @click.option("--store", is_flag=True, help="Keep the recommended length in the model's own config.json.")
 @json_option
 def calibrate(model: str, factors: Path | None, **options: Any) -> None:
@@ -317,7 +332,7 @@ def data() -> None:
 @data.command()
 @model_argument
 @target_option
-@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), metavar="FILE")
+@click.option("-o", "--output", required=True, type=PLACE, metavar="FILE")
 @click.option(
     "--source",
     "sources",
@@ -325,7 +340,7 @@ def data() -> None:
     metavar="PATH[=WEIGHT]",
     help="Folder, file, hub dataset or 'books'; may be repeated. Replaces the sources of --config.",
 )
-@click.option("--config", type=click.Path(path_type=Path), metavar="FILE", help="TOML: [plan], [[source]], [[bucket]].")
+@click.option("--config", type=PLACE, metavar="FILE", help="TOML: [plan], [[source]], [[bucket]].")
 @click.option("--tokens", metavar="N", help="Tokens to plan, e.g. 10B; default: what one epoch gives.")
 @click.option("--buckets", metavar="LIST", help="Largest length and quota of each, e.g. 8k:3,100k:3,200k:4.")
 @click.option("--seed", type=int, help="The same seed gives the same plan.  [default: 0]")
@@ -336,7 +351,7 @@ def data() -> None:
 @click.option(
     "--max-padding", type=float, metavar="SHARE", help="Largest share of padding in a short row.  [default: 0.01]"
 )
-@click.option("--cache", type=click.Path(path_type=Path), metavar="FOLDER", help="Where tokenised sources are kept.")
+@click.option("--cache", type=PLACE, metavar="FOLDER", help="Where tokenised sources are kept.")
 @original_option
 @json_option
 def plan(model: str, output: Path, **options: Any) -> None:
@@ -351,7 +366,7 @@ def plan(model: str, output: Path, **options: Any) -> None:
 
 @data.command()
 @model_argument
-@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), metavar="FILE")
+@click.option("-o", "--output", required=True, type=PLACE, metavar="FILE")
 @click.option("--lengths", type=LENGTHS, required=True, metavar="LIST", help="Tokens of a document, e.g. 8k,128k.")
 @click.option("--documents", default=100, show_default=True, help="Of each length.")
 @click.option("--needles", default=8, show_default=True, help="Hidden and asked for in a document, if there is room.")
@@ -372,9 +387,9 @@ def recall(model: str, output: Path, **options: Any) -> None:
 
 @cli.command()
 @model_argument
-@click.option("--factors", type=click.Path(path_type=Path), metavar="FILE", help="What `search` or `factors` wrote.")
-@click.option("--plan", type=click.Path(path_type=Path), metavar="FILE", help="What `data plan` wrote.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FOLDER")
+@click.option("--factors", type=PLACE, metavar="FILE", help="What `search` or `factors` wrote.")
+@click.option("--plan", type=PLACE, metavar="FILE", help="What `data plan` wrote.")
+@click.option("-o", "--output", type=PLACE, metavar="FOLDER")
 @click.option("--steps", type=int, metavar="N", help="Default: one epoch of the plan.")
 @click.option("--batch-rows", type=int, metavar="N", help="Rows of a step.  [default: 64, or all rows if fewer]")
 @click.option("--learning-rate", default=2e-5, show_default=True, help="The peak; a cosine brings it to zero.")
@@ -413,7 +428,7 @@ def recall(model: str, output: Path, **options: Any) -> None:
 @click.option("--sequence-parallel", default=1, show_default=True, help="Processes that share each row.")
 @click.option("--recompute/--no-recompute", default=None, help="Keep less, compute layers twice; default on GPUs.")
 @click.option("--compile", "compiled", is_flag=True, help="Fuse operations: faster on a GPU after the first steps.")
-@click.option("--cache", type=click.Path(path_type=Path), metavar="FOLDER", help="Where `data plan` keeps its tokens.")
+@click.option("--cache", type=PLACE, metavar="FOLDER", help="Where `data plan` keeps its tokens.")
 @click.option("--wandb", metavar="PROJECT", help="Also log to Weights & Biases.")
 @click.option("--estimate", is_flag=True, help="Only print the memory and time it would take.")
 @click.option("--gpus", default=1, show_default=True, help="For --estimate.")
@@ -447,8 +462,8 @@ def train(model: str, estimate: bool, gpus: int, gpu: str, target_length: int | 
 @cli.command()
 @model_argument
 @click.option("--suite", "suites", type=NAMES, required=True, metavar="LIST", help="Of those named above.")
-@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), metavar="FOLDER")
-@click.option("--factors", "factors_file", type=click.Path(path_type=Path), metavar="FILE", help="Factors to use.")
+@click.option("-o", "--output", required=True, type=PLACE, metavar="FOLDER")
+@click.option("--factors", "factors_file", type=PLACE, metavar="FILE", help="Factors to use.")
 @click.option("--lengths", type=LENGTHS, metavar="LIST", help="E.g. 4k,8k; default: 4k up to the window.")
 @click.option("--samples", type=int, metavar="N", help="Per task and length (niah: per cell); default: the suite's.")
 @click.option("--tasks", type=NAMES, metavar="LIST", help="Only these tasks of the suites.")
@@ -467,7 +482,7 @@ def train(model: str, estimate: bool, gpus: int, gpu: str, target_length: int | 
 @click.option("--switch-length", type=LENGTH, metavar="N", help="Use long factors above so many tokens.")
 @click.option("--beyond-window", is_flag=True, help="Accept lengths that the model is not made for.")
 @click.option("--batch-tokens", type=LENGTH, metavar="N", help="Tokens in a batch; default: by free memory.")
-@click.option("--cache", type=click.Path(path_type=Path), metavar="FOLDER", help="Where RULER's samples are kept.")
+@click.option("--cache", type=PLACE, metavar="FOLDER", help="Where RULER's samples are kept.")
 @click.option("--name", metavar="NAME", help="Row label in `longrope2 compare`; default: the method.")
 @original_option
 @json_option
@@ -488,7 +503,7 @@ def evaluate(model: str, output: Path, **options: Any) -> None:
 
 @cli.command()
 @click.argument("runs", nargs=-1, required=True, metavar="[NAME=]RUN...")
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FOLDER", help="For markdown, JSON, figures.")
+@click.option("-o", "--output", type=PLACE, metavar="FOLDER", help="For markdown, JSON, figures.")
 @click.option("--base", metavar="NAME", help="The row that retention refers to; default: the one without factors.")
 @click.option("--against", metavar="NAME", help="Also the differences to that row, question by question.")
 @json_option
@@ -504,8 +519,8 @@ def compare(runs: tuple[str, ...], output: Path | None, base: str | None, agains
 
 @cli.command()
 @model_argument
-@click.option("--factors", type=click.Path(path_type=Path), metavar="FILE", help="Default: those the model carries.")
-@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), metavar="PLACE")
+@click.option("--factors", type=PLACE, metavar="FILE", help="Default: those the model carries.")
+@click.option("-o", "--output", required=True, type=PLACE, metavar="PLACE")
 @click.option(
     "--profile",
     type=click.Choice(["dual", "static-long"]),
@@ -526,7 +541,7 @@ def compare(runs: tuple[str, ...], output: Path | None, base: str | None, agains
     help="Default: as the model is stored. q8_0 is for GGUF.",
 )
 @click.option("--fold-temperature", is_flag=True, help="Into the weights, for engines that force their own.")
-@click.option("--results", type=click.Path(path_type=Path), metavar="FILE", help="JSON to show on the model card.")
+@click.option("--results", type=PLACE, metavar="FILE", help="JSON to show on the model card.")
 @click.option("--extend-again", is_flag=True, help="Replace the factors that the model carries.")
 @click.option("--force", is_flag=True, help="Replace an earlier export.")
 def export(model: str, output: Path, **options: Any) -> None:
@@ -537,7 +552,7 @@ def export(model: str, output: Path, **options: Any) -> None:
 
 
 @cli.command()
-@click.argument("exported", type=click.Path(path_type=Path))
+@click.argument("exported", type=PLACE)
 @click.option(
     "--engine",
     "engines",
@@ -561,10 +576,10 @@ def verify(context: click.Context, exported: Path, engines: tuple[str, ...], as_
 @cli.command()
 @click.argument("model", required=False)
 @target_option
-@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), metavar="FOLDER")
+@click.option("-o", "--output", required=True, type=PLACE, metavar="FOLDER")
 @click.option("--config", metavar="RECIPE", help="TOML file, or the name of one of the package's recipes.")
 @click.option("--stages", type=NAMES, default="", metavar="LIST", help="E.g. search,evaluate; default: all.")
-@click.option("--cache", type=click.Path(path_type=Path), metavar="FOLDER", help="Where tokenised sources are kept.")
+@click.option("--cache", type=PLACE, metavar="FOLDER", help="Where tokenised sources are kept.")
 @click.option("--dry-run", is_flag=True, help="Print what would be done, with time, memory and disk.")
 @json_option
 def extend(model: str | None, output: Path, **options: Any) -> None:
@@ -581,7 +596,7 @@ def extend(model: str | None, output: Path, **options: Any) -> None:
 
 
 @cli.command()
-@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("run", type=PLACE)
 @click.option("--open", "open_page", is_flag=True, help="Show it in a browser.")
 def report(run: Path, open_page: bool) -> None:
     """Write the page of a run of `longrope2 extend`, finished or not, with figures and data beside it."""
@@ -591,7 +606,7 @@ def report(run: Path, open_page: bool) -> None:
 
 
 @cli.command()
-@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("run", type=PLACE)
 @click.option("--once", is_flag=True, help="Print it once instead of following.")
 @click.option("--every", default=2.0, show_default=True, metavar="SECONDS", help="Between looks at the folder.")
 def watch(run: Path, once: bool, every: float) -> None:

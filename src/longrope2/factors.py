@@ -49,7 +49,7 @@ class RescaleFactors:
         # A caller may hand over lists and ints; the value itself holds tuples of floats, once and for all.
         problems = _problems(self.__dict__)
         if problems:
-            raise FactorsError(all_problems(f"factors of method {self.method!r}", problems))
+            raise FactorsError(all_problems(f"factors of method {self.method!r}", problems), hint=MAKE_FACTORS)
         for name in ("long", "short"):
             object.__setattr__(self, name, tuple(float(value) for value in getattr(self, name)))
         for name in ("theta", "long_attention_factor", "short_attention_factor"):
@@ -157,7 +157,7 @@ class RescaleFactors:
         values = {key: value for key, value in content.items() if key not in ("format", "version")}
         problems = _problems(values)
         if problems:
-            raise FactorsError(all_problems(source, problems))
+            raise FactorsError(all_problems(source, problems), hint=MAKE_FACTORS)
         return cls(**values)
 
     @classmethod

@@ -127,10 +127,16 @@ def longrope2(
     width = spec.num_dims - c
     right = list(right_factors) if right_factors is not None else [spec.extension_ratio(target_length)]
     right = right * width if len(right) == 1 else right
+    if not all(0 < factor < math.inf for factor in right):
+        raise FactorsError(
+            f"right-hand factors must be finite numbers above 0, got {', '.join(map(str, right[:3]))}",
+            hint=f"the theory's bound is {spec.extension_ratio(target_length):g}, the target over the original length",
+        )
     if len(right) != width:
         raise FactorsError(
             f"{len(right)} right-hand factors, expected {width} for critical dimension {c} "
             f"of {spec.num_dims} (or one for all)",
+            hint="give as many, or one",
         )
     return Rescaling(ntk_below(right[0], c) + right, attention_factor, c)
 

@@ -232,6 +232,9 @@ class TestCompanions:
         results.write_text(json.dumps({"scores": [{**score, "low": 84.1, "high": None}], "versions": {}}))
         export("tiny", tmp_path / "e", factors=tiny_factors(), results=results, force=True)
         assert "| ruler | vt (recall) | 1,024 | 91.26 | 84.1 to - | 100 |" in (tmp_path / "e" / "README.md").read_text()
+        results.write_text(json.dumps({"scores": [{"suite": "niah"}]}))  # not ours: shown as any other
+        export("tiny", tmp_path / "e", factors=tiny_factors(), results=results, force=True)
+        assert "None" not in (tmp_path / "e" / "README.md").read_text()
         results.write_text("[]")
         with pytest.raises(LongRopeError, match="expected a JSON object"):
             export("tiny", tmp_path / "f", factors=tiny_factors(), results=results)

@@ -8,9 +8,11 @@ from typing import Any
 
 from longrope2 import __version__
 from longrope2.errors import LongRopeError
+from longrope2.evaluation.results import SCORE
 from longrope2.export.config import profile_of
 from longrope2.export.engines import Format, guidance
 from longrope2.factors import RescaleFactors
+from longrope2.shapes import misfit
 
 PROMISES = {
     "dual": "`dual`: the original RoPE up to {original} tokens and the rescaled one beyond, where an engine can",
@@ -75,14 +77,17 @@ def card(
     return "\n".join(parts)
 
 
+RESULTS_HINT = "give results.json of `longrope2 evaluate`, or any other object of numbers"
+
+
 def read_results(path: Path) -> Any:
     """The content of a results file: any JSON object."""
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise LongRopeError(f"{path}: not a readable JSON file ({error})") from error
+        raise LongRopeError(f"{path}: not a readable JSON file ({error})", hint=RESULTS_HINT) from error
     if not isinstance(results, dict) or not results:
-        raise LongRopeError(f"{path}: expected a JSON object with results")
+        raise LongRopeError(f"{path}: expected a JSON object with results", hint=RESULTS_HINT)
     return results
 
 
@@ -94,8 +99,8 @@ def _kept_metadata(source_card: str | None) -> list[str]:
 
 def _results_table(results: Mapping[str, Any]) -> list[str]:
     """Of `longrope2 evaluate`, its scores; of any other file, every value in it."""
-    scores = results.get("scores")
-    if isinstance(scores, list) and all(isinstance(score, dict) and "suite" in score for score in scores):
+    scores: Any = results.get("scores")
+    if misfit(scores, [SCORE]) is None:
         return [
             "| suite | task | length | score | 95% interval | samples |",
             "|---|---|---|---|---|---|",
@@ -105,15 +110,15 @@ def _results_table(results: Mapping[str, Any]) -> list[str]:
 
 
 def _score_row(score: Mapping[str, Any]) -> str:
-    value, low, high = (_number(score.get(name)) for name in ("score", "low", "high"))
-    length = score.get("length")
+    value, low, high = (_number(score[name]) for name in ("score", "low", "high"))
+    length = score["length"]
     cells = [
-        str(score["suite"]),
-        f"{score.get('task')} ({score.get('metric')})",
+        score["suite"],
+        f"{score['task']} ({score['metric']})",
         "-" if length is None else f"{length:,}",
         value,
         f"{low} to {high}",
-        str(score.get("samples")),
+        str(score["samples"]),
     ]
     return f"| {' | '.join(cells)} |"
 

@@ -196,7 +196,11 @@ def _ask(engine: Engine, python: str, job: dict[str, Any]) -> dict[str, Any]:
             raise LongRopeError(f"it could not be run ({error})") from error
         if done.returncode != 0:
             raise LongRopeError(f"it failed: {_reason(done.stderr)}")
-        return json.loads(answers_file.read_text())
+        try:
+            answers: dict[str, Any] = json.loads(answers_file.read_text())
+        except (OSError, ValueError) as error:
+            raise LongRopeError(f"it left no answers: {python} is no Python that has it") from error
+        return answers
 
 
 def _reason(stderr: str) -> str:

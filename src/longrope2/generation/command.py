@@ -50,9 +50,11 @@ class Sampling:
                 f"temperature must be 0 or at least {LEAST_TEMPERATURE:g}, got {self.temperature:g}", hint="0 is greedy"
             )
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise LongRopeError(f"top_p must lie above 0 and at most at 1, got {self.top_p:g}")
+            raise LongRopeError(
+                f"top_p must lie above 0 and at most at 1, got {self.top_p:g}", hint="leave it out: all tokens"
+            )
         if not 0 <= self.seed < 1 << 63:
-            raise LongRopeError(f"seed must lie from 0 to 2^63 - 1, got {self.seed}")
+            raise LongRopeError(f"seed must lie from 0 to 2^63 - 1, got {self.seed}", hint="leave it out: 0")
 
     def options(self) -> dict[str, Any]:
         """For transformers; also where a model's own generation config says otherwise."""
