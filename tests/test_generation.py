@@ -89,7 +89,7 @@ class TestTheRule:
         assert not torch.allclose(output.logits[0][0], long, atol=0.1)
         assert model.longrope2.extra_tokens == [0, ORIGINAL_LENGTH]
 
-    def test_one_rope_for_all_has_no_other_side(self):
+    def test_one_rope_for_all_has_no_other_side(self, capsys):
         """Nothing is run again, and a cache of any length goes on beyond the original window."""
         factors = make_factors(family_model("llama"), **SIDES).long_everywhere()
         model, oracle = switching_model(factors=factors), Oracle(factors=factors)
@@ -99,6 +99,9 @@ class TestTheRule:
         assert model.longrope2.extra_tokens == [0] * 8
         model(tokens_of(2), past_key_values=(cache := DynamicCache(config=model.config)))
         model(tokens_of(ORIGINAL_LENGTH), past_key_values=cache)
+        assert capsys.readouterr().err == ""
+        switching_model(factors=factors, switch_length=12)
+        assert "a switch length of 12 changes nothing" in capsys.readouterr().err
 
     def test_another_switch_length(self):
         model, oracle = switching_model(switch_length=12), Oracle(switch_length=12)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from longrope2 import models
+from longrope2.console import warn
 from longrope2.errors import LongRopeError
 from longrope2.factors import RescaleFactors
 from longrope2.families import read_config
@@ -63,6 +64,8 @@ def switching(
         raise LongRopeError(f"strategy {strategy!r} is not known", hint=f"choose one of {', '.join(STRATEGIES)}")
     switch_length = factors.original_length if switch_length is None else switch_length
     check_switch_length(switch_length, factors.target_length)
+    if switch_length != factors.original_length and not factors.switches:
+        warn(f"a switch length of {switch_length:,} changes nothing: these factors are one RoPE for every length")
     if shadow_chunk < 1:
         raise LongRopeError(f"shadow_chunk must be at least 1, got {shadow_chunk}")
     factors.check_fits(read_config(model.config.to_dict(), original_length=factors.original_length).rope)
