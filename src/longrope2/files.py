@@ -53,9 +53,9 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
         try:
             shutil.rmtree(replaced, ignore_errors=True)
             for left in temporary.iterdir():
-                left.unlink()
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
             yield temporary
-            for file in temporary.iterdir():
+            for file in (file for file in temporary.rglob("*") if file.is_file()):
                 file.chmod(0o666 & ~umask())
                 with file.open("rb") as written:
                     os.fsync(written.fileno())

@@ -314,13 +314,17 @@ class TestOutput:
         child.wait()
         assert (tmp_path / "e" / "config.json").read_text() == "old"
         assert sorted(file.name for file in tmp_path.iterdir()) == [".e.partial", "e"]
+        (tmp_path / ".e.partial" / "templates").mkdir()  # as of a tokenizer with several
         with atomic_folder(tmp_path / "e") as folder:
             assert not list(folder.iterdir())
             (folder / "config.json").write_text("newer")
+            (folder / "templates").mkdir()
+            (folder / "templates" / "tools.jinja").write_text("inside")
             with pytest.raises(LongRopeError, match="another process is writing it"), atomic_folder(tmp_path / "e"):
                 pass
         assert [file.name for file in tmp_path.iterdir()] == ["e"]
         assert (tmp_path / "e" / "config.json").read_text() == "newer"
+        assert (tmp_path / "e" / "templates" / "tools.jinja").read_text() == "inside"
 
 
 class TestSources:
