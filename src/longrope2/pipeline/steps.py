@@ -221,19 +221,20 @@ def _evaluate_steps(setting: Setting, *, trains: bool) -> Iterator[Step]:
     recipe = setting.recipe
     needs = {ledger.SEARCHED: ("search",), ledger.AFTER_TRAINING: ("train",)}
     methods = [ledger.BASE, *recipe.methods, ledger.SEARCHED, *([ledger.AFTER_TRAINING] if trains else [])]
-    tables: dict[str, Mapping[str, Any]] = {}
+    tables: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
     for number, table in enumerate(recipe.evaluate, 1):
         name = "+".join(table.get("suites", ())) or "nothing"
-        tables[f"{name}-{number}" if name in tables else name] = table
+        # Once for all methods: the data may take long to read.
+        tables[f"{name}-{number}" if name in tables else name] = table, by_content(table, *DATA_PATHS)
     for method in methods:
-        for name, options in tables.items():
+        for name, (table, options) in tables.items():
             place = f"{ledger.EVALUATE}/{method}/{name}"
             yield Step(
                 name=place,
                 needs=needs.get(method, ()),
-                options=by_content(options, *DATA_PATHS),
+                options=options,
                 outputs=(f"{place}/results.json",),
-                work=partial(_evaluate, setting, method, setting.folder / place, options),
+                work=partial(_evaluate, setting, method, setting.folder / place, table),
                 together=True,
             )
 
