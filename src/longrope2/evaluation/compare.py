@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ def compare(places: Sequence[Path | str], *, base: str | None = None, against: s
     tables = [table for suite in _all_suites(runs) for table in _tables(suite, by_name, base)]
     apart = {} if against is None else _differences(runs, names, against)
     for suite in suites_of([score for scores in apart.values() for score in scores]):
-        tables += [_against(table, suite, against) for table in _tables(suite, apart, None)]
+        tables += _tables(suite, apart, None, against)
     return {
         "runs": [
             {"name": name, "folder": str(folder), **{key: run[key] for key in ("model", "factors", "notes")}}
@@ -155,15 +155,23 @@ def _all_suites(runs: Sequence[dict[str, Any]]) -> list[str]:
     return suites_of([score for run in runs for score in run["scores"]])
 
 
-def _tables(suite: str, by_name: Mapping[str, Sequence[Score]], base: str | None) -> list[Table]:
+def _tables(
+    suite: str, by_name: Mapping[str, Sequence[Score]], base: str | None, against: str | None = None
+) -> list[Table]:
+    """Of scores; with `against` of differences to the row of that name."""
     own = {name: [score for score in scores if score["suite"] == suite] for name, scores in by_name.items()}
     own = {name: scores for name, scores in own.items() if scores}
+    title, caption, suffix = TITLES[suite], "95% intervals" if suite == "perplexity" else CAPTION, ""
+    if against is not None:
+        unit = "percent" if suite == "perplexity" else "points"
+        caption = f"{unit} more than {against}, question by question, with 95% intervals"
+        suffix = f", against {against}"
     if suite == "perplexity":
         tasks = dict.fromkeys(score["task"] for scores in own.values() for score in scores)
-        return [_by_length(f"{TITLES[suite]}, {task} windows", own, task, "95% intervals") for task in tasks]
+        return [_by_length(f"{title}, {task} windows{suffix}", own, task, caption) for task in tasks]
     if suite in BY_LENGTH:
-        return [_by_length(TITLES[suite], own, None, CAPTION)]
-    return [_by_task(suite, own, base if suite == "short" else None)]
+        return [_by_length(title + suffix, own, None, caption)]
+    return [_by_task(title + suffix, own, base if suite == "short" else None, caption)]
 
 
 def _differences(runs: Sequence[dict[str, Any]], names: Sequence[str], against: str) -> dict[str, Sequence[Score]]:
@@ -182,13 +190,6 @@ def _differences(runs: Sequence[dict[str, Any]], names: Sequence[str], against: 
     for name in (name for name, own in found.items() if not own):
         warn(f"{name} is not compared with {against}: it was asked something else, or does not say what")
     return found
-
-
-def _against(table: Table, suite: str, against: str | None) -> Table:
-    unit = "percent" if suite == "perplexity" else "points"
-    _, _, rest = table.caption.partition(";")  # how many samples, and whether all rows are of the same tasks
-    caption = f"{unit} more than {against}, question by question, with 95% intervals;{rest}"
-    return replace(table, title=f"{table.title}, against {against}", caption=caption)
 
 
 def _by_length(title: str, own: Mapping[str, Sequence[Score]], task: str | None, caption: str) -> Table:
@@ -210,7 +211,7 @@ def _overall(scores: Sequence[Score], task: str | None) -> Score | None:
     return wanted[0] if wanted else (scores[0] if scores and task is None else None)
 
 
-def _by_task(suite: str, own: Mapping[str, Sequence[Score]], base: str | None) -> Table:
+def _by_task(title: str, own: Mapping[str, Sequence[Score]], base: str | None, caption: str) -> Table:
     """A row for each method, a column for each task, the average first."""
     tasks = list(dict.fromkeys(score["task"] for scores in own.values() for score in scores))
     tasks.sort(key=lambda task: task != AVERAGE)
@@ -222,10 +223,10 @@ def _by_task(suite: str, own: Mapping[str, Sequence[Score]], base: str | None) -
         rows.append([*row, f"{kept[name]:.1f}%" if name in kept else "-"] if kept else row)
     averaged = {name: scores for name, scores in own.items() if any(score["task"] == AVERAGE for score in scores)}
     return Table(
-        title=TITLES[suite],
+        title=title,
         columns=["Method", *(HEADS.get(task, task) for task in tasks), *(["Retention"] if kept else [])],
         rows=rows,
-        caption=_caption(CAPTION, [score for scores in own.values() for score in scores]) + _other_tasks(averaged),
+        caption=_caption(caption, [score for scores in own.values() for score in scores]) + _other_tasks(averaged),
     )
 
 
