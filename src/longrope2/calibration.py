@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -141,9 +141,7 @@ def calibrate(
     done, points = 0, []
     documents_made = documents_digest(document for made in by_length.values() for document in made)
     header = {**subject, "weights": weights_fingerprint(loaded.info), "documents": documents_made}
-    alone: AbstractContextManager[None] = nullcontext()
-    if output is not None:
-        alone = only_one(output, "another process is calibrating there", hint="wait for it, or use another folder")
+    alone = only_one(output, "another process is calibrating there")
     with alone, closing(_Journal(output, header)) as journal, scoring(loaded.model, factors) as scorer:
         for length, documents in by_length.items():
             scores: dict[str, list[Score]] = {}

@@ -48,11 +48,11 @@ def all_problems(subject: str, problems: Sequence[str]) -> str:
 
 
 def below_minimum(config: object, **least: float) -> list[str]:
-    """The fields of a configuration that are smaller than they may be, in words."""
+    """The fields of a configuration that are smaller than they may be, in words; None is no number to judge."""
     return [
-        f"{name} must be at least {minimum}, got {getattr(config, name)}"
+        f"{name} must be at least {minimum}, got {value}"
         for name, minimum in least.items()
-        if getattr(config, name) < minimum
+        if (value := getattr(config, name)) is not None and value < minimum
     ]
 
 

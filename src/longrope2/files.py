@@ -115,12 +115,15 @@ def write_json(path: Path, value: Any) -> None:
 
 
 @contextmanager
-def only_one(folder: Path, refusal: str, *, hint: str, file: str = "") -> Iterator[None]:
+def only_one(
+    folder: Path | None, refusal: str, *, hint: str = "wait for it, or use another folder", file: str = ""
+) -> Iterator[None]:
     """Keep a second process out of a folder; whatever ends this one, also a kill, lets the next in.
 
     What is locked is a file there, or without one the folder itself, which some network file systems cannot lock.
+    Without a folder nobody is kept out of anything.
     """
-    if sys.platform == "win32":
+    if folder is None or sys.platform == "win32":
         yield
         return
     try:

@@ -12,8 +12,6 @@ from longrope2.errors import LongRopeError, all_problems
 NAMES = {"model": "weights", "config.books": "documents"}
 """Entries of a header that only name what another identifies by its content: a folder may have been moved, or its path
 spelled another way."""
-
-
 TIME = "time"
 """The entries that say how long the ones before them took."""
 

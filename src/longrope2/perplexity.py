@@ -20,6 +20,8 @@ from longrope2.needles import NeedleDocument
 from longrope2.rotary import RescaledRotary, is_long, rescaled
 
 Objective = Literal["needle", "plain"]
+LARGEST_NLL = 700
+"""Of a token, whose perplexity is still a number."""
 MLP_ROWS = 32_768
 """How many positions go through an MLP at once: its inner width is what needs most memory at 128k."""
 LOGIT_ROWS = 2048
@@ -39,7 +41,7 @@ class Score:
     def perplexity(self) -> float:
         """exp of the mean; infinite where it overflows."""
         mean = self.nll / self.num_tokens
-        return math.exp(mean) if mean < 700 else math.inf
+        return math.exp(mean) if mean < LARGEST_NLL else math.inf
 
 
 def total(scores: Sequence[Score]) -> Score:

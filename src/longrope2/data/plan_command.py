@@ -144,7 +144,7 @@ def _resolve(settings: dict[str, Any]) -> PlanConfig:
     if tokens is not None:
         if settings.get("rows") is not None:
             raise DataError("both tokens and rows are given", hint="give one of them")
-        settings["rows"] = parse_tokens(tokens) // max(settings["target_length"], 1)
+        settings["rows"] = parse_tokens(tokens) // max(settings["target_length"], 1)  # less is refused below
     return PlanConfig(**settings)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from longrope2.evaluation.engine import Engine
 from longrope2.evaluation.samples import Sample, digest
 from longrope2.evaluation.statistics import mean_of_means, student, wilson
-from longrope2.perplexity import Score, total
+from longrope2.perplexity import LARGEST_NLL, Score, total
 from longrope2.shapes import misfit
 
 RESULTS = "results.json"
@@ -21,8 +21,6 @@ SCORE = {
 """The shape of a number in results.json: see `Measured`."""
 GRID = {"lengths": [int], "depths": [float], "cells": [[{"score": float, "samples": int}]]}
 """The shape of a grid there: a row of cells for each depth, a cell for each length."""
-LARGEST_NLL = 700
-"""Whose perplexity is still a number."""
 VALUES = {...: {"asked": str, "values": [float | None]}}
 """The shape of `values` there, by suite/task/length: see `Values`."""
 

@@ -14,7 +14,7 @@ from longrope2 import __version__, generation, models
 from longrope2.books import read_books
 from longrope2.console import say, show_json, show_table
 from longrope2.distributed import World, world
-from longrope2.errors import LongRopeError, all_problems, out_of_range
+from longrope2.errors import LongRopeError, all_problems, below_minimum, out_of_range
 from longrope2.evaluation import (
     book_perplexity,
     infinitebench,
@@ -69,11 +69,7 @@ class EvaluationConfig:
     batch_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        problems = [
-            f"{name} must be at least 1, got {value}"
-            for name, value in (("samples", self.samples), ("batch_tokens", self.batch_tokens))
-            if value is not None and value < 1
-        ]
+        problems = below_minimum(self, samples=1, batch_tokens=1)
         if not self.suites:
             problems.append(f"no suite is named; there are {', '.join(SUITES)}")
         problems += out_of_range(self, seed=(0, LARGEST_SEED))
@@ -252,11 +248,9 @@ def _check(
 @contextmanager
 def _alone(output: Path, here: World) -> Iterator[None]:
     """Keep other evaluations out of the folder, and see that it takes the results."""
-    if not here.is_main:
-        yield
-        return
-    with only_one(output, "another process is evaluating there", hint="wait for it, or use another folder"):
-        check_writable(output / RESULTS)
+    with only_one(output if here.is_main else None, "another process is evaluating there"):
+        if here.is_main:
+            check_writable(output / RESULTS)
         yield
 
 

@@ -14,6 +14,7 @@ from longrope2.export.engines import Format, guidance
 from longrope2.factors import RescaleFactors
 from longrope2.shapes import misfit
 
+RESULTS_HINT = "give results.json of `longrope2 evaluate`, or any other object of numbers"
 PROMISES = {
     "dual": "`dual`: the original RoPE up to {original} tokens and the rescaled one beyond, where an engine can",
     "static-long": "`static-long`: the rescaled RoPE in every sequence, the same in every engine",
@@ -75,9 +76,6 @@ def card(
         "",
     ]
     return "\n".join(parts)
-
-
-RESULTS_HINT = "give results.json of `longrope2 evaluate`, or any other object of numbers"
 
 
 def read_results(path: Path) -> Any:

@@ -4,7 +4,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -298,12 +298,11 @@ def _header(loaded: LoadedModel, config: SearchConfig, documents: Sequence[Needl
 @contextmanager
 def _open_journal(output: Path | None, header: dict[str, Any], here: World) -> Iterator[Journal]:
     """What is known of a search, on every process; meanwhile no other search may work in its folder."""
-    path: Path | None = None
-    alone: AbstractContextManager[None] = nullcontext()
-    if output is not None and here.is_main:
-        path = output / "history.jsonl"
-        alone = only_one(output, "another process is searching there", hint="wait for it, or use another folder")
-    with alone, closing(Journal(path, header)) as journal:
+    folder = output if here.is_main else None
+    with (
+        only_one(folder, "another process is searching there"),
+        closing(Journal(folder and folder / "history.jsonl", header)) as journal,
+    ):
         journal.known = here.gather(journal.known)[0]
         yield journal
 

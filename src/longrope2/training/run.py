@@ -3,7 +3,6 @@
 import hashlib
 import json
 import warnings
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +63,7 @@ def run_train(
             **options,
         )
         if not _is_finished(output, job, here):
-            alone = only_one(output, "another process is training there", hint="wait for it, or use another folder")
-            with alone if here.is_main else nullcontext():
+            with only_one(output if here.is_main else None, "another process is training there"):
                 if here.is_main:
                     write_json(output / SETTINGS, job.settings())
                 train_job(job, output, here, wandb=wandb)
