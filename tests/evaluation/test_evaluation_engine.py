@@ -188,6 +188,19 @@ def test_answers_end_where_the_window_ends():
     assert engine(backend, beyond_window=True).answers([sample("d" * 300, new_tokens=5)], "l") == ["ddddd"]
 
 
+def test_an_answer_that_the_window_cut_is_none_beyond_it(tmp_path):
+    path = tmp_path / "generations.jsonl"
+    samples = [sample("a" * 99, new_tokens=5, may_be_cut=True), sample("b", new_tokens=5, index=1)]
+    cut, whole = ["aa", "bbbbb"], ["aaaaa", "bbbbb"]
+    first, beyond, again = Echo(), Echo(), Echo()
+    assert engine(first, path).answers(samples, "l") == cut
+    assert engine(beyond, path, beyond_window=True).answers(samples, "l") == whole
+    assert len(entries(path)) == 3  # what cannot be cut is known
+    assert engine(again, path).answers(samples, "l") == cut
+    assert engine(again, path, beyond_window=True).answers(samples, "l") == whole
+    assert again.batches == []
+
+
 def test_a_prompt_may_be_tokens():
     backend = Echo()
     assert engine(backend).answers([sample((65, 66))], "l") == ["BB"]

@@ -349,6 +349,7 @@ def test_loft_prompts(tokenizer, tmp_path):
     )
     assert sample.references == ("3",)
     assert sample.stop == ("======",)
+    assert sample.may_be_cut
     assert sample.score("TITLE: Title 3 | ID: 3\nFinal Answer: ['3']\n", sample.references) == 1.0
 
 

@@ -13,7 +13,7 @@ from longrope2.console import ProgressLine
 from longrope2.distributed import World
 from longrope2.errors import DataError
 from longrope2.evaluation.backend import Backend, Prompt, Span
-from longrope2.evaluation.samples import Sample, prompt_tokens
+from longrope2.evaluation.samples import Sample, digest, prompt_tokens
 from longrope2.journal import JournalFile
 from longrope2.perplexity import Score
 
@@ -82,7 +82,7 @@ class Engine:
 
     def answers(self, samples: Sequence[Sample], label: str) -> list[str]:
         """The model's answer to each sample."""
-        ids = [sample.digest() for sample in samples]
+        ids = [self._identity(sample) for sample in samples]
 
         def compute(batch: Sequence[int]) -> list[str]:
             return self.backend.answer(self._prompts([samples[index] for index in batch]))
@@ -126,6 +126,11 @@ class Engine:
         lengths = [len(span.token_ids) for span in spans]
         self._run(plan_scores(spans), ids, self._scores, lengths, compute, keep, label)
         return [self._scores[identity] for identity in ids]
+
+    def _identity(self, sample: Sample) -> str:
+        """What the answer depends on: the question, and whether it may go on beyond the window."""
+        cannot_differ = not (sample.may_be_cut and self._beyond_window)
+        return sample.digest() if cannot_differ else digest(sample.digest(), "beyond the window")
 
     def _prompts(self, samples: Sequence[Sample]) -> list[Prompt]:
         tokens = prompt_tokens(self.backend.tokenizer, samples)

@@ -220,6 +220,7 @@ def loft_samples(setup: Setup, task: str, length: int) -> list[Sample]:
             max_new_tokens=NEW_TOKENS,
             score=partial(recall, top=TASKS[task].top, size=len(corpus.ids)),
             stop=STOP,
+            may_be_cut=True,  # its authors count tokens by a tokenizer of their own
         )
         for index, (query, right) in enumerate(corpus.queries[: setup.samples])
     ]

@@ -34,6 +34,8 @@ class Sample:
     stop: tuple[str, ...] = ()
     """The answer ends before the first of these."""
     details: Mapping[str, Any] = field(default_factory=dict)
+    may_be_cut: bool = False
+    """Whether prompt and answer may take more than `length`, so that the window ends the answer unless told not to."""
 
     @property
     def key(self) -> str:
