@@ -292,6 +292,15 @@ def test_what_is_left_out_and_what_is_written_is_told(tmp_path, monkeypatch, cap
         (["--suite", "niah", "-o", "odd"], "odd/results.json: cannot be written (Is a directory)\nhint: give another"),
         (["--suite", "perplexity,niah", "--lengths", "256,127"], "of 127 tokens has no room"),
         (["--suite", "perplexity,passkey", "--lengths", "256,128"], "has no room for its sentences and the answer"),
+        (["--suite", "ruler", "--lengths", "256,64"], "niah_single_1: a length of 64 tokens, and its answer alone may"),
+        (["--suite", "ruler", "--tasks", "vt"], "vt at 256 tokens: a sample takes at least 883 tokens"),
+        (["--suite", "ruler", "--tasks", "qa_1"], "nothing of RULER can be run: qa_1 needs SQuAD 2.0's dev-v2.0.json"),
+        (["--suite", "perplexity", "--lengths", "256,1"], "perplexity needs at least 2 tokens"),
+        (["--suite", "perplexity", "--books", "short.txt"], "no book is long enough: 256 tokens needed"),
+        (["--suite", "niah", "--books", "short.txt", "--lengths", "256"], "no book is long enough: 240 tokens needed"),
+        (["--suite", "infinitebench", "--tasks", "kv_retrieval", "--lengths", "99"], "and its answer do not fit"),
+        (["--suite", "longbench", "--tasks", "lcc", "--lengths", "65", "--data", "."], "1 tokens have no room for a"),
+        (["--suite", "loft", "--tasks", "nq", "--data", "."], "LOFT has corpora of 32k, 128k, 1m tokens, none of 256"),
         (["--suite", "niah", "--factors", "other.json"], "made for another model than tiny"),
     ],
 )
@@ -300,6 +309,10 @@ def test_wrong_evaluations_are_one_message(options, message, tmp_path, monkeypat
     monkeypatch.setattr(models, "load", lambda *_, **__: pytest.fail("weights were loaded"))
     (tmp_path / "taken").touch()
     (tmp_path / "odd" / "results.json").mkdir(parents=True)
+    (tmp_path / "nq").mkdir()
+    (tmp_path / "short.txt").write_text("A book of few words.")
+    row = {"input": "", "context": "x = 1\n", "answers": ["y"], "all_classes": None}
+    (tmp_path / "lcc.jsonl").write_text(json.dumps(row))
     rope = replace(describe("tiny").rope, theta=1234.0)
     rescale("pi", rope, 1024).save(tmp_path / "other.json")
     code, out, error = command(monkeypatch, capsys, "evaluate", "tiny", "-o", "out", *options)

@@ -118,19 +118,20 @@ def test_no_room_for_a_prompt(tokenizer):
     least = int(caught.value.hint.split()[-1])
     assert fits(passkey.passkey_samples(setup_of(tokenizer, samples=1), least)[0], tokenizer) <= least
     with pytest.raises(DataError, match="no room"):
-        passkey.check_length(tokenizer, least - 1, False)
+        passkey.check(setup_of(tokenizer, lengths=(256, least - 1)))
 
 
 def test_no_room_for_a_needle(tokenizer):
     with pytest.raises(DataError, match="document of 5 tokens has no room") as caught:
-        niah.check_length(tokenizer, 5, False)
+        niah.check(setup_of(tokenizer, lengths=(256, 5)))
     least = int(caught.value.hint.split()[-1])
-    niah.check_length(tokenizer, least, False)
+    niah.check(setup_of(tokenizer, lengths=(256, least)))
     for sample in niah.niah_samples(setup_of(tokenizer, samples=1), least):
         fits(sample, tokenizer)
-    for refuse in (niah.check_length, lambda _, length, __: niah.niah_samples(setup_of(tokenizer, samples=1), length)):
+    setup = setup_of(tokenizer, lengths=(256, least - 1), samples=1)
+    for refuse in (niah.check, lambda setup: niah.niah_samples(setup, setup.lengths[-1])):
         with pytest.raises(DataError, match=f"document of {least - 1} tokens has no room") as caught:
-            refuse(tokenizer, least - 1, False)
+            refuse(setup)
         assert int(caught.value.hint.split()[-1]) == least
 
 
@@ -424,7 +425,7 @@ def test_books_are_the_same_for_every_length(tokenizer):
 # Files and names
 
 
-def test_missing_data_says_where_it_comes_from(tmp_path):
+def test_missing_data_says_where_it_comes_from(tokenizer, tmp_path):
     for suite, tasks, place in (
         (longbench, ["trec"], "huggingface.co/datasets/THUDM/LongBench"),
         (infinitebench, ["longbook_choice_eng"], "huggingface.co/datasets/xinrongzhang2022/InfiniteBench"),
@@ -432,9 +433,9 @@ def test_missing_data_says_where_it_comes_from(tmp_path):
     ):
         for data in (None, tmp_path):
             with pytest.raises(DataError) as caught:
-                suite.find_files(data, tasks)
+                suite.check(setup_of(tokenizer, lengths=(1 << 15,), tasks=tasks, data=data))
             assert place in caught.value.hint
-    assert infinitebench.find_files(None, ["kv_retrieval"]) == {}
+    infinitebench.check(setup_of(tokenizer, lengths=(1 << 15,), tasks=["kv_retrieval"]))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Perplexity of books by length: of one full window, and of a longer stretch through a sliding one."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from longrope2.books import long_enough, read_books
@@ -35,6 +37,11 @@ def documents(setup: Setup) -> list[list[int]]:
     if len(found) < wanted:
         setup.note(f"perplexity: {len(found)} books of {length:,} tokens, {wanted} wanted")
     return found
+
+
+def check(setup: Setup) -> None:
+    """Refuse a length that no book has."""
+    documents(replace(setup, samples=1))
 
 
 def _first_tokens(setup: Setup, text: str, length: int) -> list[int]:
@@ -84,4 +91,4 @@ def run(setup: Setup, engine: Engine) -> Outcome:
     return Outcome(measured=measured)
 
 
-SUITE = Suite(name=NAME, tasks=(FULL, SLIDING), run=run)
+SUITE = Suite(name=NAME, tasks=(FULL, SLIDING), run=run, check=check)

@@ -149,10 +149,16 @@ MAKERS = {KEY_VALUE: key_value_samples, CHOICE: choice_samples}
 METRICS = {KEY_VALUE: "value found", CHOICE: "letter right"}
 
 
+def check(setup: Setup) -> None:
+    """Refuse a length without room for a question, and a file that is missing."""
+    for task in setup.tasks:
+        MAKERS[task](setup.trial, setup.trial.lengths[0])
+
+
 def run(setup: Setup, engine: Engine) -> Outcome:
     """At the longest length."""
     samples = [sample for task in setup.tasks for sample in MAKERS[task](setup, setup.lengths[0])]
     return Outcome(measured=with_averages(by_task(samples, answered(samples, engine, NAME), METRICS)))
 
 
-SUITE = Suite(name=NAME, tasks=(KEY_VALUE, CHOICE), run=run, find_files=find_files)
+SUITE = Suite(name=NAME, tasks=(KEY_VALUE, CHOICE), run=run, check=check)

@@ -6,7 +6,7 @@ Wording is benchmark data.
 import ast
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -226,6 +226,12 @@ def loft_samples(setup: Setup, task: str, length: int) -> list[Sample]:
     ]
 
 
+def check(setup: Setup) -> None:
+    """Refuse a length that it has no corpus of, and files that are missing."""
+    for task in setup.tasks:
+        loft_samples(replace(setup, samples=1), task, setup.lengths[0])
+
+
 def run(setup: Setup, engine: Engine) -> Outcome:
     """At the longest length."""
     measured = []
@@ -235,4 +241,4 @@ def run(setup: Setup, engine: Engine) -> Outcome:
     return Outcome(measured=with_averages(measured))
 
 
-SUITE = Suite(name=NAME, tasks=tuple(TASKS), run=run, find_files=find_files)
+SUITE = Suite(name=NAME, tasks=tuple(TASKS), run=run, check=check)

@@ -144,6 +144,12 @@ def longbench_samples(setup: Setup, task: str, length: int) -> list[Sample]:
     return samples
 
 
+def check(setup: Setup) -> None:
+    """Refuse a length without room for a question, and files that are missing."""
+    for task in setup.tasks:
+        longbench_samples(setup.trial, task, setup.trial.lengths[0])
+
+
 def run(setup: Setup, engine: Engine) -> Outcome:
     """At the longest length."""
     samples = [sample for task in setup.tasks for sample in longbench_samples(setup, task, setup.lengths[0])]
@@ -151,4 +157,4 @@ def run(setup: Setup, engine: Engine) -> Outcome:
     return Outcome(measured=with_averages(by_task(samples, answered(samples, engine, NAME), metrics)))
 
 
-SUITE = Suite(name=NAME, tasks=tuple(TASKS), run=run, find_files=find_files)
+SUITE = Suite(name=NAME, tasks=tuple(TASKS), run=run, check=check)

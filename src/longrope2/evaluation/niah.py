@@ -28,19 +28,22 @@ def found_number(prediction: str, references: Sequence[str]) -> float:
 
 def niah_samples(setup: Setup, length: int) -> list[Sample]:
     """Samples of one length: every depth in turn, `samples` times."""
-    runs = setup.samples or RUNS
+    documents = _documents(setup, length, (setup.samples or RUNS) * len(DEPTHS))
+    return [_sample(setup, length, index, document) for index, document in enumerate(documents)]
+
+
+def _documents(setup: Setup, length: int, count: int) -> list[NeedleDocument]:
     around = _around(setup.tokenizer, setup.chat)
-    documents = make_needles(
+    return make_needles(
         setup.tokenizer,
         read_books(setup.books, held_out=True if setup.books is None else None),
         length=length - around,
-        count=runs * len(DEPTHS),
+        count=count,
         seed=setup.seed,
         depth=DEPTHS,
         note=setup.note,
         around=around,
     )
-    return [_sample(setup, length, index, document) for index, document in enumerate(documents)]
 
 
 def _sample(setup: Setup, length: int, index: int, document: NeedleDocument) -> Sample:
@@ -77,10 +80,11 @@ def _around(tokenizer: Any, chat: bool) -> int:
     return 2 * SPARE_TOKENS + len(encode(tokenizer, chat_frame(tokenizer)("")))
 
 
-def check_length(tokenizer: Any, length: int, chat: bool) -> None:
-    """Refuse a length that has no room for a needle, the question and an answer."""
-    around = _around(tokenizer, chat)
-    needles.check_length(tokenizer, length - around, around=around)
+def check(setup: Setup) -> None:
+    """Refuse a length that has no room for a needle, the question and an answer, and one that no book has."""
+    around = _around(setup.tokenizer, setup.chat)
+    needles.check_length(setup.tokenizer, setup.lengths[-1] - around, around=around)
+    _documents(setup, setup.lengths[0], count=1)
 
 
 def run(setup: Setup, engine: Engine) -> Outcome:
@@ -112,4 +116,4 @@ def _grid(cells: dict[int, dict[float, list[float]]]) -> dict[str, Any]:
     }
 
 
-SUITE = Suite(name=NAME, tasks=(NAME,), run=run, most_samples=MOST_DOCUMENTS // len(DEPTHS), check_length=check_length)
+SUITE = Suite(name=NAME, tasks=(NAME,), run=run, most_samples=MOST_DOCUMENTS // len(DEPTHS), check=check)

@@ -34,7 +34,12 @@ def first_number(prediction: str, references: Sequence[str]) -> float:
 def passkey_samples(setup: Setup, length: int) -> list[Sample]:
     """Samples of one length; the pass key moves from the first line to the last."""
     count = setup.samples or COUNT
-    check_length(setup.tokenizer, length, setup.chat)
+    least = _tokens(setup.tokenizer, 1, setup.chat)
+    if length < least:
+        raise DataError(
+            f"a pass key sample of {length} tokens has no room for its sentences and the answer",
+            hint=f"the smallest length for this tokenizer is {least}",
+        )
     lines = most_that_fit(lambda parts: _tokens(setup.tokenizer, parts, setup.chat), length, length)
     samples = []
     for index in range(count):
@@ -68,14 +73,9 @@ def _tokens(tokenizer: Any, lines: int, chat: bool) -> int:
     return len(encode(tokenizer, _prompt(tokenizer, lines, "00000", 0.5, chat))) + NEW_TOKENS + SPARE_TOKENS
 
 
-def check_length(tokenizer: Any, length: int, chat: bool) -> None:
+def check(setup: Setup) -> None:
     """Refuse a length that has no room for a pass key in a line of text, the question and an answer."""
-    least = _tokens(tokenizer, 1, chat)
-    if length < least:
-        raise DataError(
-            f"a pass key sample of {length} tokens has no room for its sentences and the answer",
-            hint=f"the smallest length for this tokenizer is {least}",
-        )
+    passkey_samples(setup.trial, setup.trial.lengths[-1])
 
 
 def run(setup: Setup, engine: Engine) -> Outcome:
@@ -87,4 +87,4 @@ def run(setup: Setup, engine: Engine) -> Outcome:
     return Outcome(measured=measured)
 
 
-SUITE = Suite(name=NAME, tasks=(NAME,), run=run, check_length=check_length)
+SUITE = Suite(name=NAME, tasks=(NAME,), run=run, check=check)

@@ -1,12 +1,13 @@
 """RULER as a suite: its samples from the cache, its files from --data, its notes into the table."""
 
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from longrope2.errors import DataError
 from longrope2.evaluation.engine import Engine
 from longrope2.evaluation.results import Outcome, answered, by_task, with_averages
-from longrope2.evaluation.ruler import TASKS, make_all, score, unavailable
+from longrope2.evaluation.ruler import TASKS, make_all, make_samples, score, unavailable
 from longrope2.evaluation.samples import Sample
 from longrope2.evaluation.suites import Setup, Suite, data_folder
 
@@ -28,8 +29,21 @@ def _find(folder: Path | None, names: tuple[str, ...]) -> Path | None:
     return next((place for place in places if place.is_file()), None)
 
 
-def run(setup: Setup, engine: Engine) -> Outcome:
-    """All lengths, longest first; what cannot be made for want of a file is left out, and said to be."""
+@dataclass(frozen=True, kw_only=True)
+class Sources:
+    """What the samples are made of."""
+
+    tasks: list[str]
+    """Those whose files are there."""
+    notes: list[str]
+    """What is left out, and what stands in for RULER's own files."""
+    haystack: Path | None
+    qa_files: dict[str, Path]
+    english_words: Path | None
+
+
+def find_sources(setup: Setup) -> Sources:
+    """The files in --data; what cannot be made for want of one is left out, and said to be."""
     folder = None if setup.data is None else data_folder(setup.data, NAME, "")
     files = {task: path for task, names in QUESTIONS.items() if (path := _find(folder, names))}
     essays = _find(folder, ESSAYS)
@@ -43,37 +57,52 @@ def run(setup: Setup, engine: Engine) -> Outcome:
     notes = [f"RULER without {task}: it {why}" for task, why in lacking.items()]
     if essays is None and any(TASKS[task].needs_essay for task in tasks):
         notes.append("RULER's haystack is the package's public-domain books (no PaulGrahamEssays.json in --data)")
-    for note in notes:
+    return Sources(tasks=tasks, notes=notes, haystack=essays, qa_files=files, english_words=_find(folder, WORDS))
+
+
+def check(setup: Setup) -> None:
+    """Refuse a length without room for a sample of some task, and files of another kind."""
+    sources = find_sources(setup)
+    for task in sources.tasks:
+        make_samples(
+            task,
+            tokenizer=setup.tokenizer,
+            length=setup.trial.lengths[-1],
+            count=1,
+            seed=setup.seed,
+            haystack=sources.haystack,
+            qa_file=sources.qa_files.get(task),
+            english_words=sources.english_words,
+            chat_template=setup.chat,
+        )
+
+
+def run(setup: Setup, engine: Engine) -> Outcome:
+    """All lengths, longest first."""
+    sources = find_sources(setup)
+    for note in sources.notes:
         setup.note(note)
     measured = []
     for length in setup.lengths:
-        samples = ruler_samples(setup, engine, tasks, length, essays, files, _find(folder, WORDS))
+        samples = ruler_samples(setup, engine, sources, length)
         measured += by_task(samples, answered(samples, engine, f"ruler {length:,}"), METRICS)
-    return Outcome(measured=with_averages(measured), notes=notes)
+    return Outcome(measured=with_averages(measured), notes=sources.notes)
 
 
-def ruler_samples(
-    setup: Setup,
-    engine: Engine,
-    tasks: list[str],
-    length: int,
-    haystack: Path | None,
-    qa_files: dict[str, Path],
-    english_words: Path | None,
-) -> list[Sample]:
+def ruler_samples(setup: Setup, engine: Engine, sources: Sources, length: int) -> list[Sample]:
     """The samples of one length, made by the main process and read by the others."""
 
     def make() -> list[Sample]:
         made = make_all(
-            tasks,
+            sources.tasks,
             tokenizer=setup.tokenizer,
             lengths=[length],
             count=setup.samples or COUNT,
             cache=setup.cache,
             seed=setup.seed,
-            haystack=haystack,
-            qa_files=qa_files,
-            english_words=english_words,
+            haystack=sources.haystack,
+            qa_files=sources.qa_files,
+            english_words=sources.english_words,
             chat_template=setup.chat,
         )
         return [
@@ -87,7 +116,7 @@ def ruler_samples(
                 max_new_tokens=TASKS[task].tokens_to_generate,
                 score=partial(score, task),
             )
-            for task in tasks
+            for task in sources.tasks
             for sample in made[task, length]
         ]
 
@@ -96,4 +125,4 @@ def ruler_samples(
     return samples or make()
 
 
-SUITE = Suite(name=NAME, tasks=tuple(TASKS), run=run)
+SUITE = Suite(name=NAME, tasks=tuple(TASKS), run=run, check=check)

@@ -1,7 +1,7 @@
 """`longrope2 evaluate`: a model and suites in, a table and a folder out."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -106,11 +106,8 @@ class EvaluationConfig:
         return owners[0]
 
 
-def lengths_for(config: EvaluationConfig, window: int, tokenizer: Any = None) -> tuple[int, ...]:
-    """The lengths to run, longest first; refuses those beyond the window unless asked for.
-
-    With a tokenizer also those that have no room for a sample of some suite.
-    """
+def lengths_for(config: EvaluationConfig, window: int) -> tuple[int, ...]:
+    """The lengths to run, longest first; refuses those beyond the window unless asked for."""
     lengths = sorted(set(config.lengths), reverse=True)
     if not lengths:
         powers = [SHORTEST << shift for shift in range(16) if SHORTEST << shift <= window]
@@ -120,48 +117,50 @@ def lengths_for(config: EvaluationConfig, window: int, tokenizer: Any = None) ->
             f"length {lengths[0]:,} is beyond the model's window of {window:,} tokens",
             hint="choose shorter --lengths, give --factors that reach it, or say --beyond-window",
         )
-    for suite in config.suites:
-        check_length = SUITES[suite].check_length
-        if check_length is not None and tokenizer is not None:
-            check_length(tokenizer, lengths[-1], config.chat)
     return tuple(lengths)
 
 
 def check_suites(config: EvaluationConfig, window: int, tokenizer: Any) -> None:
     """Refuse lengths, files and chat templates that the suites cannot run with."""
-    lengths_for(config, window, tokenizer)
     if config.chat:
         chat_frame(tokenizer)
-    for suite in config.suites:
-        find_files = SUITES[suite].find_files
-        if find_files is not None:
-            find_files(config.data_path, config.tasks_of(suite))
+    for suite, setup in _setups(config, tokenizer, window, note=_quiet, cache=Path()):
+        if suite.check is not None:
+            suite.check(setup)
+
+
+def _setups(
+    config: EvaluationConfig, tokenizer: Any, window: int, *, note: Callable[[str], None], cache: Path
+) -> Iterator[tuple[Suite, Setup]]:
+    """The suites to run, and what each one gets."""
+    lengths = lengths_for(config, window)
+    for suite in dict.fromkeys(config.suites):
+        tasks = config.tasks_of(suite)
+        yield (
+            SUITES[suite],
+            Setup(
+                tokenizer=tokenizer,
+                lengths=lengths,
+                tasks=tasks,
+                named=any(task in config.tasks for task in tasks),
+                samples=config.samples,
+                seed=config.seed,
+                data=config.data_path,
+                books=config.books,
+                chat=config.chat,
+                note=note,
+                cache=cache,
+            ),
+        )
 
 
 def evaluate(
     backend: Backend, config: EvaluationConfig, journal: Journal, here: World, *, cache: Path
 ) -> dict[str, Outcome]:
     """Run the suites, or go on with them; answers are kept in the journal as they come."""
-    lengths = lengths_for(config, backend.window, backend.tokenizer)
     engine = Engine(backend, journal, here, batch_tokens=config.batch_tokens, beyond_window=config.beyond_window)
-    outcomes = {}
-    for suite in dict.fromkeys(config.suites):
-        tasks = config.tasks_of(suite)
-        setup = Setup(
-            tokenizer=backend.tokenizer,
-            lengths=lengths,
-            tasks=tasks,
-            named=any(task in config.tasks for task in tasks),
-            samples=config.samples,
-            seed=config.seed,
-            data=config.data_path,
-            books=config.books,
-            chat=config.chat,
-            note=say if here.is_main else _quiet,
-            cache=cache,
-        )
-        outcomes[suite] = SUITES[suite].run(setup, engine)
-    return outcomes
+    setups = _setups(config, backend.tokenizer, backend.window, note=say if here.is_main else _quiet, cache=cache)
+    return {suite.name: suite.run(setup, engine) for suite, setup in setups}
 
 
 def run_evaluation(

@@ -1,8 +1,8 @@
 """What every suite gets and gives."""
 
 import difflib
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ from longrope2.evaluation.engine import Engine
 from longrope2.evaluation.results import Outcome
 
 MOST_LISTED = 40
+ROOMY = 1 << 14
+"""Tokens that have room for the smallest sample of every task, whatever the tokenizer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +36,11 @@ class Setup:
     """Takes what people should know while it runs."""
     cache: Path
     """Where samples that take long to make are kept."""
+
+    @property
+    def trial(self) -> "Setup":
+        """The same for a first sample that is soon made, in order to see whether there can be one."""
+        return replace(self, samples=1, lengths=tuple(min(length, ROOMY) for length in self.lengths))
 
 
 def data_folder(data: Path | None, suite: str, source: str) -> Path:
@@ -63,10 +70,8 @@ class Suite:
     """Whether it takes names beyond `tasks`."""
     most_samples: int | None = None
     """Where it cannot make as many as are asked for."""
-    check_length: Callable[[Any, int, bool], None] | None = None
-    """Given tokenizer, length and chat, raises DataError for a length without room for a sample; before any runs."""
-    find_files: Callable[[Path | None, Sequence[str]], object] | None = None
-    """Finds in --data what some tasks need, or raises DataError; called before a model is loaded for nothing."""
+    check: Callable[[Setup], object] | None = None
+    """Refuses lengths and files that it cannot run with; called before a model is loaded for nothing."""
 
 
 def chosen(kind: str, names: Iterable[str], known: Iterable[str]) -> list[str]:
