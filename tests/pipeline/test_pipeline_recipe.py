@@ -174,6 +174,32 @@ def test_everything_that_is_wrong_is_named(tmp_path):
         read_recipe(tmp_path / "r.toml")
 
 
+def test_nothing_in_brackets_is_not_taken_for_everything(tmp_path):
+    text = """
+target_length = 512
+methods = []
+bucket = []
+[[source]]
+path = "books"
+buckets = []
+[[evaluate]]
+suites = ["niah"]
+lengths = []
+tasks = []
+[verify]
+engines = []
+"""
+    (tmp_path / "r.toml").write_text(text)
+    with pytest.raises(LongRopeError) as caught:
+        read_recipe(tmp_path / "r.toml")
+    places = ("source 1: buckets", "evaluate 1: lengths", "evaluate 1: tasks", "verify: engines")
+    expected = [f"  - {place} is empty (name what it should have, or leave it out)" for place in places]
+    expected.insert(0, "  - bucket must be a list of tables ([[bucket]]), got []")
+    assert caught.value.message.splitlines()[1:] == expected
+    (tmp_path / "r.toml").write_text("target_length = 512\nmethods = []")
+    assert read_recipe(tmp_path / "r.toml").methods == ()  # nothing to compare with
+
+
 def test_unreadable_recipes(tmp_path, monkeypatch):
     with pytest.raises(LongRopeError, match="did you mean 'tiny-laptop'"):
         read_recipe("tiny-laptp")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from longrope2.books import read_books
 from longrope2.data.buckets import PlanConfig
@@ -17,7 +17,7 @@ from longrope2.data.sources import Source, read_documents
 from longrope2.errors import LongRopeError, all_problems, require
 from longrope2.evaluation.run import EvaluationConfig, check_suites
 from longrope2.export.config import profiled, with_forced_temperature
-from longrope2.export.engines import ENGINES, Format
+from longrope2.export.engines import ENGINES
 from longrope2.export.gguf import ARCHITECTURES, check_architecture
 from longrope2.export.weights import SourceModel
 from longrope2.files import write_text
@@ -147,8 +147,6 @@ def _check_table(table: Mapping[str, Any], window: int, tokenizer: Any) -> None:
 def _export(setting: Setting) -> Iterator[str]:
     recipe, info = setting.recipe, setting.info
     options, config = ExportOptions(**recipe.export), search_config(recipe)
-    if not options.formats:
-        yield f"formats is empty (name {' or '.join(get_args(Format))}, or leave the stage out)"
     temperature = config.attention_factor or default_attention_factor(config.method, info.rope, recipe.target_length)
     if temperature <= 0:
         return  # told of the search

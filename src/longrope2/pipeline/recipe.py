@@ -169,7 +169,7 @@ def _checked(values: Table, where: str) -> Table:
             continue
         hint = Table if key in tables and not _is_list(key) else top[key]
         checked[key] = _as_tuples(value)
-        if not conforms(checked[key], hint):
+        if not conforms(checked[key], hint) or (_is_list(key) and not value):
             problems.append(f"{key} must be {_table_in_words(key, hint)}, got {_in_toml(value)}")
             continue
         for number, table in enumerate(checked[key] if _is_list(key) else [checked[key]] if key in tables else []):
@@ -206,6 +206,8 @@ def _wrong_entries(subject: str, table: Table, hints: Mapping[str, Any]) -> list
             problems.append(f"{subject}: unknown key {name!r}" + (f", did you mean {near[0]!r}?" if near else ""))
         elif not conforms(value, hints[name]):
             problems.append(f"{subject}: {name} must be {_in_words(hints[name])}, got {_in_toml(value)}")
+        elif value == ():  # which commands take for their default, and so for more than nothing
+            problems.append(f"{subject}: {name} is empty (name what it should have, or leave it out)")
     return problems
 
 
