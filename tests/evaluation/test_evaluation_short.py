@@ -170,14 +170,41 @@ def test_truthfulqa_choices(packed, data, tmp_path):
     assert second["mc2_targets"] == {"choices": ["Here", "There"], "labels": [1, 0]}
 
 
+@pytest.mark.parametrize(
+    ("task", "name", "row", "message"),
+    [
+        ("mmlu", "mmlu_test", {**MMLU[0], "answer": -1}, "question 1: answer names none of four choices"),
+        ("mmlu", "mmlu_dev", {**MMLU[0], "choices": ["1", "2"]}, "question 1: answer names none of four choices"),
+        ("hellaswag", "hellaswag_val", {**HELLASWAG[0], "label": ""}, "question 1: label names none of four endings"),
+        ("hellaswag", "hellaswag_val", {**HELLASWAG[0], "endings": [1, 2, 3, 4]}, "line 1: endings.0 must be str"),
+    ],
+)
+def test_questions_without_a_right_answer_are_named(task, name, row, message, data, tmp_path):
+    (data / "short" / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(DataError, match=f"{name}.jsonl, {message}"):
+        local_tasks(data, [task], tmp_path / "made", [])
+
+
+def test_a_metric_of_all_documents_together_is_refused():
+    from longrope2.evaluation.short import _measure
+
+    document = {"filter": "none", "metrics": ["word_perplexity"], "word_perplexity": (-3.0, 5), "prompt_hash": "h"}
+    with pytest.raises(LongRopeError, match="its metric word_perplexity is no score between 0 and 1"):
+        _measure("wikitext", {"wikitext": [document]})
+
+
 def test_wrong_files_are_named(data, tmp_path):
     file = data / "short" / "hellaswag_val.jsonl"
     file.write_text(json.dumps(HELLASWAG[0]) + "\n" + json.dumps({"label": "1"}) + "\n")
-    with pytest.raises(DataError, match=r"hellaswag_val.jsonl, line 2: no field 'activity_label', only label"):
+    with pytest.raises(DataError, match=r"hellaswag_val.jsonl, line 2: activity_label is missing"):
         local_tasks(data, ["hellaswag"], tmp_path / "made", [])
     (data / "short" / "mmlu_dev.jsonl").write_text(json.dumps(MMLU[0]) + "\n")
     with pytest.raises(DataError, match=r"subjects without examples in mmlu_dev.jsonl, or unknown: virology"):
         local_tasks(data, ["mmlu"], tmp_path / "made", [])
+    for rows, message in (("", "no rows"), ("A,B,Why?,So,So,,url", "row 2: a right and a wrong answer expected")):
+        (data / "short" / "TruthfulQA.csv").write_text(TRUTHFULQA.splitlines()[0] + "\n" + rows)
+        with pytest.raises(DataError, match=rf"TruthfulQA.csv(:|,) {message}"):
+            local_tasks(data, ["truthfulqa_mc2"], tmp_path / "made", [])
     (data / "short" / "TruthfulQA.csv").write_bytes(b"Question\n\xff\n")
     with pytest.raises(DataError, match=r"TruthfulQA.csv: cannot be read"):
         local_tasks(data, ["truthfulqa_mc2"], tmp_path / "made", [])

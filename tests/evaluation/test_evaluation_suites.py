@@ -299,6 +299,13 @@ def test_longbench_prompts(tokenizer, tmp_path):
     assert trivia.max_new_tokens == 32
 
 
+@pytest.mark.parametrize(("key", "value"), [("answers", [1]), ("all_classes", [1]), ("all_classes", None)])
+def test_longbench_rows_that_cannot_be_scored(key, value, tokenizer, tmp_path):
+    write_rows(tmp_path / "trec.jsonl", [{**ROW, "all_classes": ["A"], key: value}])
+    with pytest.raises(DataError, match=rf"trec.jsonl, line 1: {key}.* must be"):
+        longbench.longbench_samples(setup_of(tokenizer, data=tmp_path), "trec", 256)
+
+
 # LOFT
 
 
@@ -376,6 +383,7 @@ def test_loft_without_titles_quotes_the_passages(tokenizer, tmp_path):
         ("Final Answer: [3, 99]", ["3"], 0, 0),  # no such document
         ("Final Answer: [3", ["3"], 0, 0),
         ("Final Answer: [a b]", ["3"], 0, 0),
+        ("Final Answer: [{[3]}]", ["3"], 0, 0),
         ("Final Answer: []", ["3"], 0, 0),
         ("", ["3"], 0, 0),
     ],
@@ -442,8 +450,8 @@ def test_missing_data_says_where_it_comes_from(tokenizer, tmp_path):
     ("line", "message"),
     [
         (b"[1]", "a JSON list, an object expected"),
-        (b'{"a": 1}', "no field 'b', only a"),
-        (b'{"a": 1, "b": 2}', "field 'b' holds a int"),
+        (b'{"a": 1}', "b is missing"),
+        (b'{"a": 1, "b": 2}', "b must be str, got '2'"),
         (b'{"a": 1,', "not valid JSON"),
     ],
 )

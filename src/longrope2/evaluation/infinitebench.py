@@ -116,7 +116,7 @@ def choice_samples(setup: Setup, length: int) -> list[Sample]:
     most = length - CHOICE_TOKENS - len(encode(setup.tokenizer, frame("")))
     samples = []
     for index, row in enumerate(
-        read_rows(path, {"context": str, "input": str, "answer": (list, str), "options": list}, source=SOURCE)
+        read_rows(path, {"context": str, "input": str, "answer": list | str, "options": [str]}, source=SOURCE)
     ):
         if index == setup.samples:
             break

@@ -15,7 +15,7 @@ from longrope2.errors import DataError
 from longrope2.evaluation.engine import Engine
 from longrope2.evaluation.results import Outcome, answered, by_task, with_averages
 from longrope2.evaluation.ruler.prompt import chat_frame
-from longrope2.evaluation.samples import Fields, Sample, read_rows
+from longrope2.evaluation.samples import Sample, read_rows
 from longrope2.evaluation.suites import Setup, Suite, data_folder, existing
 
 NAME = "loft"
@@ -140,7 +140,7 @@ def final_answer(prediction: str) -> list[Any]:
             listed = line[line.find("[") : line.rfind("]") + 1]
             try:
                 answers = ast.literal_eval(re.sub(r"([a-zA-Z0-9])'([a-zA-Z0-9])", r"\1\\'\2", listed))
-            except (ValueError, SyntaxError, MemoryError, RecursionError):
+            except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
                 return []
             return answers if isinstance(answers, list) else []
     return []
@@ -151,8 +151,8 @@ class Corpus:
 
     def __init__(self, folder: Path, task: str) -> None:
         self._task, self._source = TASKS[task], source(task)
-        fields: Fields = {"pid": str, "title_text": (str, type(None)), "passage_text": str}
-        rows = list(read_rows(folder / "corpus.jsonl", fields, source=self._source))
+        shape = {"pid": str, "title_text": str | None, "passage_text": str}
+        rows = list(read_rows(folder / "corpus.jsonl", shape, source=self._source))
         self.ids = {row["pid"]: str(number) for number, row in enumerate(rows)}
         self._documents = {
             row["pid"]: (_clean(row["title_text"] or "") or "None", _clean(row["passage_text"])) for row in rows

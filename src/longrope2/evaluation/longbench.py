@@ -14,7 +14,7 @@ from pathlib import Path
 
 from longrope2.evaluation.engine import Engine
 from longrope2.evaluation.results import Outcome, answered, by_task, with_averages
-from longrope2.evaluation.samples import Fields, Sample, Scorer, read_rows, truncate_middle
+from longrope2.evaluation.samples import Sample, Scorer, read_rows, truncate_middle
 from longrope2.evaluation.suites import Setup, Suite, data_folder, existing
 
 NAME = "longbench"
@@ -118,16 +118,18 @@ def longbench_samples(setup: Setup, task: str, length: int) -> list[Sample]:
     """The samples of a task's file, cut in their middle to fit."""
     described = TASKS[task]
     path = find_files(setup.data, [task])[task]
-    fields: Fields = {"input": str, "context": str, "answers": list, "all_classes": (list, type(None))}
+    shape = {"input": str, "context": str, "answers": [str]}
+    if described.metric == "class right":
+        shape["all_classes"] = [str]
     samples = []
-    for index, row in enumerate(read_rows(path, fields, source=source(task))):
+    for index, row in enumerate(read_rows(path, shape, source=source(task))):
         if index == setup.samples:
             break
         score: Scorer = edit_similarity
         if described.metric == "F1":
             score = f1
         elif described.metric == "class right":
-            score = partial(class_right, classes=row["all_classes"] or [])
+            score = partial(class_right, classes=row["all_classes"])
         prompt = described.prompt.format(context=row["context"], input=row["input"])
         samples.append(
             Sample(

@@ -9,9 +9,8 @@ from typing import Any
 
 from longrope2.books import read_jsonl
 from longrope2.errors import DataError
+from longrope2.shapes import misfit
 
-Fields = Mapping[str, type | tuple[type, ...]]
-"""Names and types of what a row must have."""
 Scorer = Callable[[str, Sequence[str]], float]
 """(prediction, references) → a score from 0 to 1."""
 
@@ -110,18 +109,15 @@ def most_that_fit(count_tokens: Callable[[int], int], most: int, tokens: int) ->
     return parts
 
 
-def read_rows(path: Path, fields: Fields, *, source: str) -> Iterator[dict[str, Any]]:
-    """The objects of a .jsonl or .jsonl.gz file; an error names the line and what is wrong with it."""
+def read_rows(path: Path, shape: dict[str, Any], *, source: str) -> Iterator[dict[str, Any]]:
+    """The objects of a .jsonl or .jsonl.gz file; an error names the line and how it differs from the shape."""
     if not path.is_file():
         raise DataError(f"{path}: no such file", hint=source)
     empty = True
     for where, row in read_jsonl(path, hint=source):
         empty = False
-        for name, kind in fields.items():
-            if name not in row:
-                raise DataError(f"{where}: no field '{name}', only {', '.join(row) or 'none at all'}", hint=source)
-            if not isinstance(row[name], kind):
-                raise DataError(f"{where}: field '{name}' holds a {type(row[name]).__name__}", hint=source)
+        if problem := misfit(row, shape):
+            raise DataError(f"{where}: {problem}", hint=source)
         yield row
     if empty:
         raise DataError(f"{path}: no rows", hint=source)

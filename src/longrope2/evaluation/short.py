@@ -1,5 +1,6 @@
 """Short tasks through lm-evaluation-harness: its prompts and metrics, our model, batches and journal."""
 
+import math
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -99,13 +100,21 @@ def _measure(task: str, samples: dict[str, list[dict[str, Any]]]) -> Measured:
     # Several filters read the same answer in different ways; the first one is the strict one.
     documents = [document for document in documents if document["filter"] == documents[0]["filter"]]
     metric = METRICS.get(task) or _first_metric(documents[0])
-    scores = [float(document[metric]) for document in documents]
+    scores = [_number(document.get(metric)) for document in documents]
     if any(not 0 <= score <= 1 for score in scores):
         raise LongRopeError(
             f"short task {task}: its metric {metric} is no score between 0 and 1", hint="run it with lm_eval itself"
         )
     asked = digest([document["prompt_hash"] for document in documents])
     return accuracy(scores, suite=NAME, task=task, length=None, metric=metric, asked=asked)
+
+
+def _number(value: Any) -> float:
+    """A score; NaN for what only makes one together with those of other documents."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return math.nan
 
 
 def _first_metric(document: dict[str, Any]) -> str:

@@ -16,8 +16,8 @@ from typing import Any
 from longrope2.errors import DataError
 from longrope2.evaluation.samples import read_rows
 
-HELLASWAG = {"activity_label": str, "ctx_a": str, "ctx_b": str, "endings": list, "label": (str, int)}
-MMLU = {"question": str, "subject": str, "choices": list, "answer": int}
+HELLASWAG = {"activity_label": str, "ctx_a": str, "ctx_b": str, "endings": [str], "label": str | int}
+MMLU = {"question": str, "subject": str, "choices": [str], "answer": int}
 GSM8K = {"question": str, "answer": str}
 Rows = list[dict[str, Any]]
 
@@ -33,8 +33,14 @@ def _file(source: Path, name: str) -> Path | None:
     return next((path for path in (source / name, source / f"{name}.gz") if path.is_file()), None)
 
 
-def _rows(path: Path, fields: dict[str, Any]) -> Rows:
-    return list(read_rows(path, fields, source=f"check {path.name}: it should be as its authors publish it"))
+def _rows(path: Path, shape: dict[str, Any], choices: str = "", right: str = "") -> Rows:
+    """Rows of a file; with `choices`, one of the four is `right`."""
+    hint = f"check {path.name}: it should be as its authors publish it"
+    rows = list(read_rows(path, shape, source=hint))
+    for number, row in enumerate(rows if choices else (), 1):
+        if len(row[choices]) != 4 or str(row[right]) not in list("0123"):
+            raise DataError(f"{path}, question {number}: {right} names none of four {choices}", hint=hint)
+    return rows
 
 
 def _write(path: Path, rows: Rows) -> str:
@@ -71,9 +77,11 @@ def _hellaswag(source: Path, folder: Path, notes: list[str]) -> list[Path]:
     path, train = _file(source, "hellaswag_val.jsonl"), _file(source, "hellaswag_train.jsonl")
     if path is None:
         return []
-    rows = _rows(path, HELLASWAG)
+    rows = _rows(path, HELLASWAG, "endings", "label")
     if train is not None:
-        return [_describe(folder, "hellaswag", {"train": _rows(train, HELLASWAG), "validation": rows})]
+        return [
+            _describe(folder, "hellaswag", {"train": _rows(train, HELLASWAG, "endings", "label"), "validation": rows})
+        ]
     notes.append("hellaswag: examples come from the validation file, since there is no hellaswag_train.jsonl")
     # As a test split: only from there does the harness keep a question out of its own examples.
     names = {"training_split": None, "validation_split": None, "test_split": "test", "fewshot_split": "test"}
@@ -92,8 +100,8 @@ def _mmlu(source: Path, folder: Path, notes: list[str]) -> list[Path]:
     test, dev = _file(source, "mmlu_test.jsonl"), _file(source, "mmlu_dev.jsonl")
     if test is None or dev is None:
         return []
-    examples = _by_subject(_rows(dev, MMLU))
-    subjects = _by_subject(_rows(test, MMLU))
+    examples = _by_subject(_rows(dev, MMLU, "choices", "answer"))
+    subjects = _by_subject(_rows(test, MMLU, "choices", "answer"))
     lacking = [name for name in subjects if name not in examples or not _described(f"mmlu_{name}").is_file()]
     if lacking:
         raise DataError(f"{test}: subjects without examples in {dev.name}, or unknown: {', '.join(lacking)}")
@@ -124,6 +132,8 @@ def _truthfulqa(source: Path, folder: Path, notes: list[str]) -> list[Path]:
             raise DataError(f"{path}, row {number}: not as TruthfulQA.csv is published ({error})") from error
         # The harness takes the choices up to the first wrong one for the right ones.
         wrong = [answer for answer in wrong if answer not in right]
+        if not right or not wrong:
+            raise DataError(f"{path}, row {number}: a right and a wrong answer expected")
         rows.append(
             {
                 "question": question,
@@ -131,6 +141,8 @@ def _truthfulqa(source: Path, folder: Path, notes: list[str]) -> list[Path]:
                 "mc2_targets": {"choices": right + wrong, "labels": [1] * len(right) + [0] * len(wrong)},
             }
         )
+    if not rows:
+        raise DataError(f"{path}: no rows")
     notes.append("truthfulqa_mc2: choices are made from TruthfulQA.csv, each answer once")
     return [_describe(folder, "truthfulqa_mc2", {"validation": rows})]
 
