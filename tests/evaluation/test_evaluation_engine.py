@@ -93,11 +93,10 @@ def test_more_samples_leave_earlier_batches_alone():
     assert keys(12)[:4] == keys(6)
 
 
-def test_spans_of_like_length_share_a_forward(monkeypatch):
-    monkeypatch.setattr("longrope2.evaluation.engine.SCORED_TOKENS", 20)
+def test_spans_of_like_length_share_a_forward():
     lengths = [3, 9, 4, 10, 3, 30]
     spans = [Span(token_ids=[1] * length, start=1) for length in lengths]
-    batches = plan_scores(spans)
+    batches = plan_scores(spans, 20)
     assert sorted(index for batch in batches for index in batch) == list(range(6))
     assert [[lengths[index] for index in batch] for batch in batches] == [[30], [10, 9], [4, 3, 3]]
 
@@ -143,6 +142,9 @@ def test_likelihoods_are_kept_too(tmp_path):
     again = Echo()
     assert engine(again, path).scores(spans, "l") == first
     assert again.batches == []
+    small = Echo()
+    engine(small, batch_tokens=2).scores(spans, "l")
+    assert len(small.batches) == 2  # as many tokens as --batch-tokens allows, where memory is short
     infinite = Echo()
     infinite.score = lambda spans: [Score(float("inf"), 1, exact=False) for _ in spans]
     spans = [Span(token_ids=[9, 9], start=1)]

@@ -124,7 +124,9 @@ class Engine:
             )
 
         lengths = [len(span.token_ids) for span in spans]
-        self._run(plan_scores(spans), ids, self._scores, lengths, compute, keep, label)
+        self._run(
+            plan_scores(spans, min(SCORED_TOKENS, self._batch_tokens)), ids, self._scores, lengths, compute, keep, label
+        )
         return [self._scores[identity] for identity in ids]
 
     def _identity(self, sample: Sample) -> str:
@@ -196,13 +198,13 @@ def plan_answers(samples: Sequence[Sample], batch_tokens: int, batch_rows: int) 
     return batches
 
 
-def plan_scores(spans: Sequence[Span]) -> list[list[int]]:
+def plan_scores(spans: Sequence[Span], batch_tokens: int) -> list[list[int]]:
     """Indices of spans that share a forward: of like length, longest first; equal questions lie side by side."""
     order = sorted(range(len(spans)), key=lambda i: (-len(spans[i].token_ids), hash(tuple(spans[i].token_ids[:-1])), i))
     batches: list[list[int]] = []
     for index in order:
         widest = len(spans[batches[-1][0]].token_ids) if batches else 0
-        if not batches or (len(batches[-1]) + 1) * widest > SCORED_TOKENS:
+        if not batches or (len(batches[-1]) + 1) * widest > batch_tokens:
             batches.append([])
         batches[-1].append(index)
     return batches
