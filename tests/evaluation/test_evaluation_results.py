@@ -378,7 +378,7 @@ def test_vllm_is_asked_as_it_wants(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", fake)
     backend = VllmBackend(describe("tiny"), None, window=256)
     assert backend.answer([Prompt(token_ids=(1, 2), max_new_tokens=3, stop=(";",))]) == ["yes"]
-    assert asked["engine"]["max_model_len"] == 257
+    assert asked["engine"]["max_model_len"] == 256
     assert asked["engine"]["trust_remote_code"] is False
     VllmBackend(replace(describe("tiny"), location="owner/name@v1"), None, window=256)
     assert (asked["engine"]["model"], asked["engine"]["revision"]) == ("owner/name", "v1")

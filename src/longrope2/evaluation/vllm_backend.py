@@ -26,7 +26,7 @@ class VllmBackend:
         self._llm = self._vllm.LLM(
             model=source,
             revision=options.get("revision"),
-            max_model_len=window + 1,  # vLLM counts the last new token, which is never run
+            max_model_len=window,  # it refuses more; an answer that comes so far ends one token early
             seed=seed,
             trust_remote_code=False,
             disable_log_stats=True,
