@@ -170,9 +170,14 @@ def draw_by_length(series: Mapping[str, Sequence[Mapping[str, Any]]], path: Path
 
 
 def draw_heatmaps(grids: Mapping[str, Mapping[str, Any]], path: Path) -> None:
-    """Needle in a haystack as the paper draws it: depth by length, red to green, methods side by side."""
-    with figure(path, 1, len(grids), (1.5 + 4.2 * len(grids), 3.6)) as axes:
-        for axis, (name, grid) in zip(axes[0], grids.items(), strict=True):
+    """Needle in a haystack as the paper draws it: depth by length, red to green, up to four methods side by side."""
+    columns = len(grids) if len(grids) <= 4 else 3
+    rows = math.ceil(len(grids) / columns)
+    with figure(path, rows, columns, (1.5 + 4.2 * columns, 3.6 * rows)) as axes:
+        places = [axis for row in axes for axis in row]
+        for axis in places[len(grids) :]:
+            axis.remove()
+        for axis, (name, grid) in zip(places, grids.items(), strict=False):
             scores = [[cell["score"] for cell in row] for row in grid["cells"]]
             image = axis.imshow(scores, cmap="RdYlGn", vmin=0, vmax=100, aspect="auto")
             axis.set_xticks(range(len(grid["lengths"])), [length_label(length) for length in grid["lengths"]])
@@ -184,8 +189,9 @@ def draw_heatmaps(grids: Mapping[str, Mapping[str, Any]], path: Path) -> None:
             axis.set_yticks([edge + 0.5 for edge in range(len(grid["depths"]) - 1)], minor=True)
             axis.grid(which="minor", color="white", alpha=1.0, linewidth=0.8)
             axis.tick_params(which="minor", length=0)
-        axes[0][0].set_ylabel("depth of the needle")
-        axes[0][0].figure.colorbar(image, ax=list(axes[0]), label="answers right (%)")
+        for row in axes:
+            row[0].set_ylabel("depth of the needle")
+        places[0].figure.colorbar(image, ax=places[: len(grids)], label="answers right (%)", fraction=0.05)
 
 
 def draw_losses(by_kind: Mapping[str, Sequence[tuple[int, float]]], path: Path) -> None:
