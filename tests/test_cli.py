@@ -13,6 +13,7 @@ from longrope2 import cli, files
 from longrope2.errors import LongRopeError
 from longrope2.evaluation import run as evaluation
 from longrope2.factors import RescaleFactors
+from longrope2.pipeline import run as pipeline
 from longrope2.search import run as search
 
 
@@ -199,19 +200,20 @@ def test_a_folder_in_the_place_of_a_file_is_refused_before_and_after(tmp_path):
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["f.json", "new"]
 
 
-@pytest.mark.parametrize("command", ["search", "evaluate"])
+@pytest.mark.parametrize("command", ["search", "evaluate", "extend"])
 def test_an_interrupted_job_says_that_it_goes_on(command, monkeypatch, capsys, tmp_path):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(search, "run_search", interrupted)
     monkeypatch.setattr(evaluation, "run_evaluation", interrupted)
-    options = {"search": ["--target-length", "512"], "evaluate": ["--suite", "niah"]}[command]
+    monkeypatch.setattr(pipeline, "run_extend", interrupted)
+    options = {"search": ["--target-length", "512"], "evaluate": ["--suite", "niah"], "extend": []}[command]
     monkeypatch.setattr(sys, "argv", ["longrope2", command, "tiny", *options, "-o", str(tmp_path)])
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 130
-    assert "the same command goes on" in capsys.readouterr().err
+    assert capsys.readouterr().err.split("\n") == ["", "interrupted; the same command goes on where it was", ""]
 
 
 def test_a_process_with_an_error_of_its_own_tells_it_in_the_end(monkeypatch, capsys):

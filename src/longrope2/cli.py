@@ -254,9 +254,9 @@ def search(model: str, output: Path, as_json: bool, **options: Any) -> None:
     Run it again after an interruption, with the same options, and it goes on where it was. On several GPUs:
     torchrun --nproc-per-node 8 -m longrope2 search …
     """
-    from longrope2.search.run import run_search
-
     with _resumable():
+        from longrope2.search.run import run_search
+
         run_search(model, output, as_json=as_json, **options)
 
 
@@ -318,9 +318,9 @@ def calibrate(model: str, factors: Path | None, **options: Any) -> None:
 
     With -o, run it again after an interruption, with the same options, and it goes on where it was.
     """
-    from longrope2.calibration import run_calibrate
-
     with _resumable() if options["output"] else nullcontext():
+        from longrope2.calibration import run_calibrate
+
         run_calibrate(model, factors_file=factors, **options)
 
 
@@ -495,9 +495,9 @@ def evaluate(model: str, output: Path, **options: Any) -> None:
     Run it again after an interruption, with the same options, and it goes on where it was. On several GPUs:
     torchrun --nproc-per-node 8 -m longrope2 evaluate …
     """
-    from longrope2.evaluation.run import run_evaluation
-
     with _resumable():
+        from longrope2.evaluation.run import run_evaluation
+
         run_evaluation(model, output, **options)
 
 
@@ -590,9 +590,10 @@ def extend(model: str | None, output: Path, **options: Any) -> None:
     Run it again after an interruption and it goes on where it was; what is done is skipped, what other options decide
     anew runs again. On several GPUs: torchrun --nproc-per-node 8 -m longrope2 extend …
     """
-    from longrope2.pipeline.run import run_extend
+    with _resumable():
+        from longrope2.pipeline.run import run_extend
 
-    run_extend(model, output, **options)
+        run_extend(model, output, **options)
 
 
 @cli.command()
@@ -621,9 +622,9 @@ def main() -> None:
     keep_freed_memory()
     try:
         sys.exit(cli.main(standalone_mode=False))
-    except (click.Abort, KeyboardInterrupt):
+    except (click.Abort, KeyboardInterrupt) as error:
         if is_main_process():
-            click.echo("interrupted", err=True)
+            click.echo(str(error) or "interrupted", err=True)
         sys.exit(130)
     except click.ClickException as error:
         wait_to_speak()
@@ -651,13 +652,16 @@ def _mending(error: OSError) -> str | None:
 
 @contextmanager
 def _resumable() -> Iterator[None]:
-    """Say, where a job is interrupted, that nothing is lost."""
+    """Say, where a job is interrupted, that nothing is lost; also around the imports, where Ctrl-C may get lost."""
+    from longrope2.training.interrupts import interrupts
+
     try:
-        yield
-    except KeyboardInterrupt:
+        with interrupts():
+            yield
+    except KeyboardInterrupt as error:
         if is_main_process():
-            click.echo("\nstopped; the same command goes on where it was", err=True)
-        raise
+            click.echo(err=True)  # past a line of progress
+        raise click.Abort("interrupted; the same command goes on where it was") from error
 
 
 def _tell(message: str) -> None:

@@ -689,7 +689,7 @@ def test_ctrl_c_ends_without_a_traceback_and_keeps_the_journal(tiny, books, tmp_
     finally:
         signal.signal(signal.SIGINT, before)
     assert code == 130
-    assert error.endswith("interrupted\n")
+    assert error.endswith("\ninterrupted; the same command goes on where it was\n")
     assert "Traceback" not in error
     assert output == ""
     assert len(calls) == 4
