@@ -168,7 +168,7 @@ def rescale(
 ) -> RescaleFactors:
     """Apply a method by name. `short` is what the model already does within its window; default ones."""
     if method not in METHODS:
-        close = difflib.get_close_matches(method, METHODS, n=1)
+        close = difflib.get_close_matches(method.lower(), METHODS, n=1)
         raise FactorsError(
             f"unknown method {method!r}",
             hint=f"did you mean {close[0]!r}?" if close else f"one of: {', '.join(METHODS)}",

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 ASSETS = Path(__file__).parent / "assets"
 TINY = "tiny"
 SAMPLES, SAMPLE_BYTES = 64, 1 << 14
-HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
+HUB_ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?")
 
 
 @dataclass(frozen=True, kw_only=True)

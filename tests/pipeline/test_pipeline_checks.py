@@ -22,7 +22,7 @@ def job(recipe, folder, *stages):
 
 TRAIN, NIAH, RECALL = "[train]\n", 'suites = ["niah"]\n', 'buckets = ["recall"]'
 WRONG = {
-    "[recall]": ("[recal]", "unknown key 'recal'"),
+    "[recall]": ("[recal]", "unknown key 'recal', did you mean 'recall'?"),
     'path = "recall"': ('path = "texts"\nname = "b"', "go together"),
     "population = 2": ("population = 0", "search: population must be at least 1"),
     "[search]\n": ('[search]\nbooks = "nosuch"\n', "search: 'nosuch' is neither a file"),

@@ -162,7 +162,7 @@ def _checked(values: Table, where: str) -> Table:
     """The file's content with lists as tuples; every wrong key and value is named at once."""
     top = _hints(Recipe)
     tables = table_keys()
-    problems = [f"unknown key {key!r}" for key in values if key not in top]
+    problems = [_unknown(key, top) for key in values if key not in top]
     checked: Table = {}
     for key, value in values.items():
         if key not in top:
@@ -202,13 +202,17 @@ def _wrong_entries(subject: str, table: Table, hints: Mapping[str, Any]) -> list
     problems = []
     for name, value in table.items():
         if name not in hints:
-            near = difflib.get_close_matches(name, hints, n=1)
-            problems.append(f"{subject}: unknown key {name!r}" + (f", did you mean {near[0]!r}?" if near else ""))
+            problems.append(f"{subject}: {_unknown(name, hints)}")
         elif not conforms(value, hints[name]):
             problems.append(f"{subject}: {name} must be {_in_words(hints[name])}, got {_in_toml(value)}")
         elif value == ():  # which commands take for their default, and so for more than nothing
             problems.append(f"{subject}: {name} is empty (name what it should have, or leave it out)")
     return problems
+
+
+def _unknown(key: str, known: Mapping[str, Any]) -> str:
+    near = difflib.get_close_matches(key, known, n=1)
+    return f"unknown key {key!r}" + (f", did you mean {near[0]!r}?" if near else "")
 
 
 def conforms(value: Any, hint: Any) -> bool:
