@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 
+import click
 import pytest
 
 from conftest import family_config
@@ -13,7 +14,10 @@ from longrope2 import cli, files
 from longrope2.errors import LongRopeError
 from longrope2.evaluation import run as evaluation
 from longrope2.factors import RescaleFactors
+from longrope2.ledger import STAGES
+from longrope2.methods import METHODS
 from longrope2.pipeline import run as pipeline
+from longrope2.pipeline.recipe import presets
 from longrope2.search import run as search
 
 
@@ -42,6 +46,27 @@ def test_help_is_fast_and_imports_no_torch():
     assert result.returncode == 0
     assert "inspect" in result.stdout
     assert min(seconds) < 0.5
+
+
+def every_command(group=cli.cli):
+    for command in group.commands.values():
+        yield from every_command(command) if isinstance(command, click.Group) else [command]
+
+
+def test_help_explains_every_command_and_option():
+    for command in every_command():
+        assert not command.get_short_help_str(limit=66).endswith("..."), command.name
+        for option in command.params:
+            assert isinstance(option, click.Argument) or option.help, f"{command.name} {option.name}"
+
+
+def test_help_names_what_there_is():
+    methods = next(option for option in cli.factors.params if option.name == "method")
+    assert set(methods.help.removeprefix("One of ").rstrip(".").split(", ")) == set(METHODS)
+    recipe = next(option for option in cli.extend.params if option.name == "config")
+    assert all(name in recipe.help for name in presets())
+    stages = cli.extend.help.partition("Stages: ")[2].partition(".")[0]
+    assert stages.split(", ") == list(STAGES)
 
 
 def test_inspect_json_is_the_smollm2_of_the_theory(model):
@@ -111,6 +136,8 @@ FACTORS = ["factors", "MODEL", "--target-length", "32k", "-o", "f.json", "--meth
         (["inspect", "no-such-model"], "no such folder or file"),
         (["inspect", "MODEL/config.json"], "config.json: a file, and not a .gguf one"),
         (["inspect"], "Missing argument 'MODEL'"),
+        (["inspect", ""], "Invalid value for 'MODEL': the name is empty"),
+        (["inspect", "./models"], "models: no such folder or file"),
         (["inspect", "MODEL", "--target-length", "far"], "'far' is not a length"),
         (["inspect", "MODEL", "--target-length", "4k"], "not above the trained window of 8,192"),
         (["inspect", "MODEL", "--plot", "figure.xyz"], "cannot draw into a file that ends in '.xyz'"),
@@ -118,6 +145,7 @@ FACTORS = ["factors", "MODEL", "--target-length", "32k", "-o", "f.json", "--meth
         (["factors", "MODEL", "--method", "yarn", "-o", "f.json"], "Missing option '--target-length'"),
         (["factors", "MODEL", "--target-length", "32k", "--method", "yarn", "-o", ""], "the name is empty"),
         ([*FACTORS, "yarm"], "did you mean 'yarn'"),
+        ([*FACTORS, "YaRN"], "did you mean 'yarn'"),
         ([*FACTORS, "pi", "--critical-dimension", "3"], "method 'pi' takes no critical_dimension"),
         ([*FACTORS, "longrope2", "--right-factors", "4,x"], "'x' is not a number"),
         (

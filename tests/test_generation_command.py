@@ -121,7 +121,7 @@ class TestText:
         result = longrope2("generate", "tiny", "--prompt", book)
         assert result.out == expected_text(tiny, factors, book, 6)  # what its window leaves
         assert "RoPE" not in result.err
-        beyond = longrope2("generate", "tiny", "--prompt", book, "--max-new-tokens", 9, "--allow-beyond")
+        beyond = longrope2("generate", "tiny", "--prompt", book, "--max-new-tokens", 9, "--beyond-window")
         assert beyond.out.startswith(result.out.rstrip("\n"))
         assert "9 new tokens" in beyond.err
         assert "warning: prompt and new tokens come to 259 tokens, tiny is made for 256" in beyond.err
@@ -174,7 +174,7 @@ class TestInterrupts:
     def test_ctrl_c_keeps_what_was_streamed(self):
         arguments = ["generate", "tiny", "--prompt", "Once upon a time", "--stream", "--max-new-tokens", "1M"]
         process = subprocess.Popen(
-            [sys.executable, "-m", "longrope2", *arguments, "--allow-beyond"],
+            [sys.executable, "-m", "longrope2", *arguments, "--beyond-window"],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "HF_HUB_OFFLINE": "1"},
         )  # fmt: skip
         begun = process.stdout.read(20)
@@ -205,9 +205,9 @@ class TestRefusals:
         ("options", "message"),
         [
             ([], "no prompt given"),
-            (["--prompt", "a", "--prompt-file", "b"], "one prompt is expected"),
-            (["--prompt", "a", "-"], "one prompt is expected"),
-            (["text"], "one prompt is expected"),
+            (["--prompt", "a", "--prompt-file", "b"], "several prompts given"),
+            (["--prompt", "a", "-"], "several prompts given"),
+            (["text"], "'text' after the model is not understood\nhint: give --prompt TEXT"),
             (["--prompt", " \n"], "the prompt is empty"),
             (["--prompt-file", "nowhere.txt"], "nowhere.txt: cannot be read (No such file or directory)\nhint: give"),
             (["--prompt-file", "."], ".: cannot be read (Is a directory)"),

@@ -75,6 +75,16 @@ class Names(click.ParamType):  # type: ignore[type-arg]
         return tuple(name for name in (part.strip() for part in str(value).split(",")) if name)
 
 
+class Name(click.ParamType):  # type: ignore[type-arg]
+    """A model by name; an empty one, as of a variable that is not set, would be taken for this folder."""
+
+    name = "name"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Refuse an empty name."""
+        return str(value) if value else self.fail("the name is empty", param, ctx)
+
+
 class Place(click.Path):
     """A file or folder, with a name: Path takes an empty one, as of a variable that is not set, for this folder."""
 
@@ -89,10 +99,14 @@ LENGTH = Length()
 LENGTHS = Lengths()
 NAMES = Names()
 FLOATS = Floats()
+NAME = Name()
 PLACE = Place(path_type=Path)
+METHOD_NAMES = "pi, ntk, ntk-aware, dynamic-ntk, ntk-by-parts, yarn, llama3, ntk-rcd, yarn-rcd, longrope2, none"
 
-model_argument = click.argument("model")
-target_option = click.option("--target-length", type=LENGTH, metavar="N", help="Window to reach, e.g. 128k.")
+model_argument = click.argument("model", type=NAME)
+required_target_option = click.option(
+    "--target-length", type=LENGTH, metavar="N", required=True, help="Window to reach, e.g. 128k."
+)
 original_option = click.option(
     "--original-length",
     type=LENGTH,
@@ -103,31 +117,51 @@ factors_option = click.option(
     "--factors",
     type=PLACE,
     metavar="FILE",
-    help="Factors file; default: those in the model's config.",
+    help="What `search` or `factors` wrote; default: the factors in the model's config.",
+)
+again_option = click.option("--extend-again", is_flag=True, help="Accept a model that was extended before.")
+seed_option = click.option("--seed", default=0, show_default=True, help="The same seed gives the same result.")
+books_option = click.option(
+    "--books", metavar="SOURCE", help="Folder, file or hub dataset; default: the package's books."
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class InOrder(click.Group):
+    """Lists its commands in the order of use, which is that of this file."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """As they were defined."""
+        return list(self.commands)
+
+
+@click.group(cls=InOrder, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="longrope2")
 def cli() -> None:
     """Extend the context window of any RoPE language model and keep its short-context quality.
 
     MODEL is a folder with config.json, a .gguf file, a hub id (owner/name), or the word 'tiny': a small base
-    model that comes with the package.
+    model that comes with the package. Lengths are written 32768, 32k or 1M.
+
+    To begin: `longrope2 inspect tiny`, and `longrope2 extend -o runs/demo` for all stages in one.
     """
 
 
 @cli.command()
 @model_argument
-@target_option
+@click.option(
+    "--target-length", type=LENGTH, metavar="N", help="Window to reach, e.g. 128k; default: 16 times its own."
+)
 @original_option
 @json_option
 @click.option("--plot", type=PLACE, metavar="FILE", help="Also draw it (png, pdf, svg).")
 def inspect(
     model: str, target_length: int | None, original_length: int | None, as_json: bool, plot: Path | None
 ) -> None:
-    """Show a model's RoPE: periods, coverage, critical dimensions, every method's factors."""
+    """Show a model's RoPE and what every known method does to it.
+
+    For each dimension: its period, how much of it training has seen, and its factor by method. Reads the config alone.
+    """
     from longrope2.console import say, show_json, warn
     from longrope2.inspection import inspection, show
     from longrope2.models import describe
@@ -148,20 +182,31 @@ def inspect(
 
 @cli.command()
 @model_argument
-@click.option("--target-length", type=LENGTH, metavar="N", required=True, help="Window to reach, e.g. 128k.")
-@click.option("--method", required=True, metavar="NAME", help="pi, ntk, yarn, …: see `longrope2 inspect`.")
-@click.option("-o", "--output", required=True, type=PLACE, metavar="FILE")
-@click.option("--critical-dimension", type=int, metavar="I", help="d_rcd of the -rcd methods and longrope2.")
+@required_target_option
+@click.option("--method", required=True, metavar="NAME", help=f"One of {METHOD_NAMES}.")
+@click.option("-o", "--output", required=True, type=PLACE, metavar="FILE", help="Factors file to write.")
+@click.option(
+    "--critical-dimension",
+    type=int,
+    metavar="I",
+    help="d_rcd of the -rcd methods and longrope2; default: the middle of the range that `search` would try.",
+)
 @click.option(
     "--right-factors",
     type=FLOATS,
     metavar="LIST",
-    help="For longrope2: factors from d_rcd on, comma-separated, or one for all.",
+    help="For longrope2: factors from d_rcd on, comma-separated, or one for all; default: the extension ratio.",
 )
-@click.option("--attention-factor", type=float, metavar="A", help="For longrope2: temperature when long.")
-@click.option("--single", is_flag=True, help="One RoPE at every length, as closed forms are published.")
+@click.option(
+    "--attention-factor", type=float, metavar="A", help="For longrope2: temperature of long sequences; default: 1."
+)
+@click.option(
+    "--single",
+    is_flag=True,
+    help="One RoPE at every length, as closed forms are published; default: the original one within the window.",
+)
 @original_option
-@click.option("--extend-again", is_flag=True, help="Accept a model that was extended before.")
+@again_option
 def factors(
     model: str,
     target_length: int,
@@ -189,9 +234,11 @@ def factors(
 
 @cli.command()
 @model_argument
-@click.option("--target-length", type=LENGTH, metavar="N", required=True, help="Window to reach, e.g. 128k.")
-@click.option("-o", "--output", required=True, type=PLACE, metavar="FOLDER")
-@click.option("--books", metavar="SOURCE", help="Folder, file or hub dataset; default: the package's books.")
+@required_target_option
+@click.option(
+    "-o", "--output", required=True, type=PLACE, metavar="FOLDER", help="For factors.json, the journal and figures."
+)
+@books_option
 @click.option("--documents", default=10, show_default=True, help="Needle documents, a book each.")
 @click.option("--held-out", default=0, show_default=True, help="Other documents to score the result on.")
 @click.option(
@@ -202,7 +249,11 @@ def factors(
     show_default=True,
     help="Where the needle stands: 0 start, 1 end; of several, a document each, in turn.",
 )
-@click.option("--objective", type=click.Choice(["needle", "plain"]), help="Score the answer, or every token.")
+@click.option(
+    "--objective",
+    type=click.Choice(["needle", "plain"]),
+    help="Score the answer, or every token.  [default: needle; plain for --method longrope]",
+)
 @click.option(
     "--space",
     type=click.Choice(["paper", "wide"]),
@@ -224,16 +275,16 @@ def factors(
     show_default=True,
     help="longrope: the first version (all dimensions, plain perplexity).",
 )
-@click.option("--population", default=64, show_default=True)
-@click.option("--iterations", default=40, show_default=True)
-@click.option("--parents", default=32, show_default=True)
-@click.option("--mutations", default=16, show_default=True, help="New individuals by mutation, an iteration.")
-@click.option("--crossovers", default=16, show_default=True, help="New individuals by crossover, an iteration.")
-@click.option("--mutation-probability", default=0.3, show_default=True)
+@click.option("--population", default=64, show_default=True, help="Candidates to begin with.")
+@click.option("--iterations", default=40, show_default=True, help="Rounds of mutation and crossover.")
+@click.option("--parents", default=32, show_default=True, help="Best candidates that the next ones are made from.")
+@click.option("--mutations", default=16, show_default=True, help="New candidates by mutation, an iteration.")
+@click.option("--crossovers", default=16, show_default=True, help="New candidates by crossover, an iteration.")
+@click.option("--mutation-probability", default=0.3, show_default=True, help="That a mutation changes a factor.")
 @click.option("--lower", default=1.0, show_default=True, help="Least right-hand factor, in extension ratios.")
 @click.option("--upper", default=2.0, show_default=True, help="Largest right-hand factor, in extension ratios.")
 @click.option("--grid", default=0.01, show_default=True, help="Step between factors.")
-@click.option("--attention-factor", type=float, metavar="A", help="Temperature of long sequences; default 1.")
+@click.option("--attention-factor", type=float, metavar="A", help="Temperature of long sequences; default: 1.")
 @click.option(
     "--race",
     type=click.Choice(["statistical", "exact", "off"]),
@@ -242,14 +293,14 @@ def factors(
     help="When to stop scoring a candidate; off is the paper's schedule.",
 )
 @click.option("--race-confidence", default=1.0, show_default=True, help="Standard errors; more is safer, slower.")
-@click.option("--seed", default=0, show_default=True)
+@seed_option
 @click.option("--compile", "compiled", is_flag=True, help="Compile the model: for long searches on a GPU.")
 @click.option("--tensor-parallel", default=1, show_default=True, help="GPUs that share one copy of the model.")
 @original_option
-@click.option("--extend-again", is_flag=True, help="Accept a model that was extended before.")
+@again_option
 @json_option
 def search(model: str, output: Path, as_json: bool, **options: Any) -> None:
-    """Search the critical dimension and the factors by needle perplexity.
+    """Search the critical dimension and factors by needle perplexity.
 
     Run it again after an interruption, with the same options, and it goes on where it was. On several GPUs:
     torchrun --nproc-per-node 8 -m longrope2 search …
@@ -263,23 +314,29 @@ def search(model: str, output: Path, as_json: bool, **options: Any) -> None:
 @cli.command()
 @model_argument
 @click.argument("source", required=False, metavar="[-]")
-@click.option("--prompt", metavar="TEXT")
+@click.option("--prompt", metavar="TEXT", help="The prompt itself.")
 @click.option("--prompt-file", type=PLACE, metavar="FILE", help="Read the prompt from a file.")
 @factors_option
-@click.option("--max-new-tokens", type=LENGTH, metavar="N", help="Default: 256, or what the window leaves.")
+@click.option("--max-new-tokens", type=LENGTH, metavar="N", help="Default: 256, or what the window leaves room for.")
 @click.option("--stream", is_flag=True, help="Print text as it comes.")
 @click.option(
     "--switch",
     "strategy",
     type=click.Choice(["recompute", "shadow", "pin"]),
-    help="At the switch: run the text again, do so ahead in small parts, or pick one RoPE for all.",
+    help="At the switch: run the text again, do so ahead in small parts, or pick one RoPE for all.  "
+    "[default: recompute]",
 )
-@click.option("--switch-length", type=LENGTH, metavar="N", help="Default: the model's own, or its trained window.")
-@click.option("--temperature", type=float, metavar="T", help="Sample; default: greedy.")
+@click.option(
+    "--switch-length",
+    type=LENGTH,
+    metavar="N",
+    help="Tokens above which the long RoPE is used; default: the model's own, or its trained window.",
+)
+@click.option("--temperature", type=float, metavar="T", help="Sample at this temperature; default: greedy.")
 @click.option("--top-p", type=float, metavar="P", help="Sample among the likeliest tokens of this total probability.")
-@click.option("--seed", default=0, show_default=True, help="Of sampling.")
+@click.option("--seed", default=0, show_default=True, help="For sampling.")
 @click.option("--raw", is_flag=True, help="No chat template.")
-@click.option("--allow-beyond", is_flag=True, help="Go beyond the window, with a warning.")
+@click.option("--beyond-window", "allow_beyond", is_flag=True, help="Go beyond the window, with a warning.")
 def generate(
     model: str,
     source: str | None,
@@ -291,10 +348,10 @@ def generate(
     seed: int,
     **options: Any,
 ) -> None:
-    """Continue a prompt, exactly, on both sides of the switch from the original to the long RoPE.
+    """Continue a prompt, exactly, across the switch between RoPEs.
 
-    The prompt is --prompt, --prompt-file, or - for stdin. Text goes to stdout; when the switch happened and what
-    it cost goes to stderr.
+    The original RoPE is used up to the switch length, the long one beyond. The prompt is --prompt, --prompt-file, or -
+    for stdin. Text goes to stdout; when the switch happened and what it cost goes to stderr.
     """
     from longrope2.generation.command import Sampling, read_prompt, run_generate
 
@@ -308,15 +365,22 @@ def generate(
 @factors_option
 @click.option("--lengths", type=LENGTHS, metavar="LIST", help="E.g. 2k,4k,6k,8k,10k; default: 1/4 to 2 windows.")
 @click.option("--documents", default=20, show_default=True, help="Needle documents at each length.")
-@click.option("--books", metavar="SOURCE", help="Folder, file or hub dataset; default: the package's books.")
-@click.option("--seed", default=0, show_default=True)
-@click.option("-o", "--output", type=PLACE, metavar="FOLDER", help="For calibration.json, .png.")
+@books_option
+@seed_option
+@click.option(
+    "-o",
+    "--output",
+    type=PLACE,
+    metavar="FOLDER",
+    help="For calibration.json and calibration.png; default: only print.",
+)
 @click.option("--store", is_flag=True, help="Keep the recommended length in the model's own config.json.")
 @json_option
 def calibrate(model: str, factors: Path | None, **options: Any) -> None:
-    """Measure where to switch: needle retrieval with the original and with the long RoPE.
+    """Measure the best length to switch RoPE at.
 
-    With -o, run it again after an interruption, with the same options, and it goes on where it was.
+    Compares needle retrieval with the original and with the long RoPE, on the same documents. With -o, run it again
+    after an interruption, with the same options, and it goes on where it was.
     """
     with _resumable() if options["output"] else nullcontext():
         from longrope2.calibration import run_calibrate
@@ -324,15 +388,17 @@ def calibrate(model: str, factors: Path | None, **options: Any) -> None:
         run_calibrate(model, factors_file=factors, **options)
 
 
-@cli.group()
+@cli.group(cls=InOrder)
 def data() -> None:
     """Prepare documents for training."""
 
 
 @data.command()
 @model_argument
-@target_option
-@click.option("-o", "--output", required=True, type=PLACE, metavar="FILE")
+@click.option(
+    "--target-length", type=LENGTH, metavar="N", help="Window to reach, e.g. 128k; default: as --config says."
+)
+@click.option("-o", "--output", required=True, type=PLACE, metavar="FILE", help="Plan to write, e.g. plan.jsonl.")
 @click.option(
     "--source",
     "sources",
@@ -351,11 +417,16 @@ def data() -> None:
 @click.option(
     "--max-padding", type=float, metavar="SHARE", help="Largest share of padding in a short row.  [default: 0.01]"
 )
-@click.option("--cache", type=PLACE, metavar="FOLDER", help="Where tokenised sources are kept.")
+@click.option(
+    "--cache",
+    type=PLACE,
+    metavar="FOLDER",
+    help="Where tokenised sources are kept.  [default: ~/.cache/longrope2/corpus]",
+)
 @original_option
 @json_option
 def plan(model: str, output: Path, **options: Any) -> None:
-    """Choose and pack documents into rows of the target length, and say what is in them.
+    """Pack documents into training rows of the target length.
 
     Documents up to the trained window go into short rows, longer ones into long rows. Sources are tokenised once.
     """
@@ -366,16 +437,17 @@ def plan(model: str, output: Path, **options: Any) -> None:
 
 @data.command()
 @model_argument
-@click.option("-o", "--output", required=True, type=PLACE, metavar="FILE")
+@click.option("-o", "--output", required=True, type=PLACE, metavar="FILE", help="Source to write, e.g. recall.jsonl.")
 @click.option("--lengths", type=LENGTHS, required=True, metavar="LIST", help="Tokens of a document, e.g. 8k,128k.")
 @click.option("--documents", default=100, show_default=True, help="Of each length.")
 @click.option("--needles", default=8, show_default=True, help="Hidden and asked for in a document, if there is room.")
 @click.option("--books", metavar="SOURCE", help="Folder, file or hub dataset; default: the package's training books.")
-@click.option("--seed", default=0, show_default=True)
+@seed_option
 def recall(model: str, output: Path, **options: Any) -> None:
-    """Write documents that hide numbers in books and ask for them later: a source for `data plan`.
+    """Write documents that hide numbers and ask for them later.
 
-    Each has exactly the length named, so that one of the target length fills a row.
+    They are books with such sentences in them, a source for `data plan`. Each has exactly the length named, so that
+    one of the target length fills a row.
     """
     from longrope2.console import say
     from longrope2.data.recall import RecallConfig, write_recall
@@ -389,7 +461,7 @@ def recall(model: str, output: Path, **options: Any) -> None:
 @model_argument
 @click.option("--factors", type=PLACE, metavar="FILE", help="What `search` or `factors` wrote.")
 @click.option("--plan", type=PLACE, metavar="FILE", help="What `data plan` wrote.")
-@click.option("-o", "--output", type=PLACE, metavar="FOLDER")
+@click.option("-o", "--output", type=PLACE, metavar="FOLDER", help="For checkpoints, the log and model/.")
 @click.option("--steps", type=int, metavar="N", help="Default: one epoch of the plan.")
 @click.option("--batch-rows", type=int, metavar="N", help="Rows of a step.  [default: 64, or all rows if fewer]")
 @click.option("--learning-rate", default=2e-5, show_default=True, help="The peak; a cosine brings it to zero.")
@@ -413,7 +485,9 @@ def recall(model: str, output: Path, **options: Any) -> None:
 )
 @click.option("--lora", type=int, metavar="RANK", help="Train low-rank additions, merged into the weights at the end.")
 @click.option("--freeze", multiple=True, metavar="PATTERN", help="Parameters to keep, e.g. '*mlp*'; may be repeated.")
-@click.option("--evaluate-every", default=0, show_default=True, metavar="N", help="Steps between needle tests.")
+@click.option(
+    "--evaluate-every", default=0, show_default=True, metavar="N", help="Steps between needle tests; 0: none."
+)
 @click.option("--evaluate-documents", default=6, show_default=True, help="Needle documents for each length.")
 @click.option("--books", metavar="SOURCE", help="Books around the needles; default: the package's.")
 @click.option("--save-every", default=100, show_default=True, metavar="N", help="Steps between checkpoints.")
@@ -426,22 +500,28 @@ def recall(model: str, output: Path, **options: Any) -> None:
     help="Of the finished model.",
 )
 @click.option("--sequence-parallel", default=1, show_default=True, help="Processes that share each row.")
-@click.option("--recompute/--no-recompute", default=None, help="Keep less, compute layers twice; default on GPUs.")
+@click.option("--recompute/--no-recompute", default=None, help="Save memory, compute layers twice; default: on GPUs.")
 @click.option("--compile", "compiled", is_flag=True, help="Fuse operations: faster on a GPU after the first steps.")
-@click.option("--cache", type=PLACE, metavar="FOLDER", help="Where `data plan` keeps its tokens.")
+@click.option("--cache", type=PLACE, metavar="FOLDER", help="Where `data plan` keeps its tokens; default: as there.")
 @click.option("--wandb", metavar="PROJECT", help="Also log to Weights & Biases.")
 @click.option("--estimate", is_flag=True, help="Only print the memory and time it would take.")
 @click.option("--gpus", default=1, show_default=True, help="For --estimate.")
-@click.option("--gpu", type=click.Choice(["h200", "h100", "a100"]), default="h200", help="For --estimate.")
+@click.option(
+    "--gpu",
+    type=click.Choice(["h200", "h100", "a100"]),
+    default="h200",
+    show_default=True,
+    help="For --estimate.",
+)
 @click.option("--target-length", type=LENGTH, metavar="N", help="For --estimate without a plan.")
 @original_option
 @json_option
 def train(model: str, estimate: bool, gpus: int, gpu: str, target_length: int | None, **options: Any) -> None:
-    """Train a model with both RoPEs: the original on short rows, the rescaled on long ones.
+    """Train a model with both RoPEs, short and long rows mixed.
 
-    FOLDER/model is then a plain transformers model with the extended window. Run it again after an interruption,
-    with the same options, and it goes on where it was. On several GPUs: torchrun --nproc-per-node 8 -m longrope2
-    train …
+    Short rows are seen with the original RoPE, long ones with the rescaled. FOLDER/model is then a plain transformers
+    model with the extended window. Run it again after an interruption, with the same options, and it goes on where it
+    was. On several GPUs: torchrun --nproc-per-node 8 -m longrope2 train …
     """
     if estimate:
         from longrope2.training.estimate import run_estimate
@@ -461,16 +541,24 @@ def train(model: str, estimate: bool, gpus: int, gpu: str, target_length: int | 
 
 @cli.command()
 @model_argument
-@click.option("--suite", "suites", type=NAMES, required=True, metavar="LIST", help="Of those named above.")
-@click.option("-o", "--output", required=True, type=PLACE, metavar="FOLDER")
-@click.option("--factors", "factors_file", type=PLACE, metavar="FILE", help="Factors to use.")
-@click.option("--lengths", type=LENGTHS, metavar="LIST", help="E.g. 4k,8k; default: 4k up to the window.")
+@click.option("--suite", "suites", type=NAMES, required=True, metavar="LIST", help="One or more, comma-separated.")
+@click.option(
+    "-o", "--output", required=True, type=PLACE, metavar="FOLDER", help="For results.json, every answer and figures."
+)
+@click.option(
+    "--factors",
+    "factors_file",
+    type=PLACE,
+    metavar="FILE",
+    help="What `search` or `factors` wrote; default: the factors in the model's config.",
+)
+@click.option("--lengths", type=LENGTHS, metavar="LIST", help="E.g. 4k,8k; default: 4k, 8k, 16k, … up to the window.")
 @click.option("--samples", type=int, metavar="N", help="Per task and length (niah: per cell); default: the suite's.")
 @click.option("--tasks", type=NAMES, metavar="LIST", help="Only these tasks of the suites.")
 @click.option("--data", metavar="FOLDER", help="The benchmarks' own files: see docs/evaluation.md.")
 @click.option("--books", metavar="SOURCE", help="For niah and perplexity; default: the package's books.")
 @click.option("--chat", is_flag=True, help="Put prompts into the tokenizer's chat template.")
-@click.option("--seed", default=42, show_default=True)
+@click.option("--seed", default=42, show_default=True, help="The same seed asks the same questions.")
 @click.option(
     "--backend",
     "backend_name",
@@ -479,15 +567,25 @@ def train(model: str, estimate: bool, gpus: int, gpu: str, target_length: int | 
     show_default=True,
     help="vllm: faster, one side of the switch for all lengths.",
 )
-@click.option("--switch-length", type=LENGTH, metavar="N", help="Use long factors above so many tokens.")
-@click.option("--beyond-window", is_flag=True, help="Accept lengths that the model is not made for.")
+@click.option(
+    "--switch-length",
+    type=LENGTH,
+    metavar="N",
+    help="Tokens above which the long RoPE is used; default: the model's own, or its trained window.",
+)
+@click.option("--beyond-window", is_flag=True, help="Go beyond the window.")
 @click.option("--batch-tokens", type=LENGTH, metavar="N", help="Tokens in a batch; default: by free memory.")
-@click.option("--cache", type=PLACE, metavar="FOLDER", help="Where RULER's samples are kept.")
+@click.option(
+    "--cache",
+    type=PLACE,
+    metavar="FOLDER",
+    help="Where RULER's samples are kept; default: samples/ in the output folder.",
+)
 @click.option("--name", metavar="NAME", help="Row label in `longrope2 compare`; default: the method.")
 @original_option
 @json_option
 def evaluate(model: str, output: Path, **options: Any) -> None:
-    """Measure a model.
+    """Measure a model: RULER, needles, perplexity, short tasks.
 
     Suites: ruler, niah (needle in a haystack), passkey, perplexity (of books), infinitebench, longbench, loft, and
     short (any task of lm-evaluation-harness).
@@ -503,7 +601,9 @@ def evaluate(model: str, output: Path, **options: Any) -> None:
 
 @cli.command()
 @click.argument("runs", nargs=-1, required=True, metavar="[NAME=]RUN...")
-@click.option("-o", "--output", type=PLACE, metavar="FOLDER", help="For markdown, JSON, figures.")
+@click.option(
+    "-o", "--output", type=PLACE, metavar="FOLDER", help="For markdown, JSON and figures; default: only print."
+)
 @click.option("--base", metavar="NAME", help="The row that retention refers to; default: the one without factors.")
 @click.option("--against", metavar="NAME", help="Also the differences to that row, question by question.")
 @json_option
@@ -519,8 +619,10 @@ def compare(runs: tuple[str, ...], output: Path | None, base: str | None, agains
 
 @cli.command()
 @model_argument
-@click.option("--factors", type=PLACE, metavar="FILE", help="Default: those the model carries.")
-@click.option("-o", "--output", required=True, type=PLACE, metavar="PLACE")
+@factors_option
+@click.option(
+    "-o", "--output", required=True, type=PLACE, metavar="PLACE", help="Folder, or .gguf file with --format gguf."
+)
 @click.option(
     "--profile",
     type=click.Choice(["dual", "static-long"]),
@@ -540,7 +642,11 @@ def compare(runs: tuple[str, ...], output: Path | None, base: str | None, agains
     type=click.Choice(["float32", "float16", "bfloat16", "q8_0"]),
     help="Default: as the model is stored. q8_0 is for GGUF.",
 )
-@click.option("--fold-temperature", is_flag=True, help="Into the weights, for engines that force their own.")
+@click.option(
+    "--fold-temperature",
+    is_flag=True,
+    help="Put the attention factor into the weights, for engines that force their own.",
+)
 @click.option("--results", type=PLACE, metavar="FILE", help="JSON to show on the model card.")
 @click.option("--extend-again", is_flag=True, help="Replace the factors that the model carries.")
 @click.option("--force", is_flag=True, help="Replace an earlier export.")
@@ -563,9 +669,10 @@ def export(model: str, output: Path, **options: Any) -> None:
 @json_option
 @click.pass_context
 def verify(context: click.Context, exported: Path, engines: tuple[str, ...], as_json: bool) -> None:
-    """Run an export in each engine, below and above the original window, and compare with our own forward.
+    """Run an export in each engine and compare with our own forward.
 
-    EXPORTED is a folder or a .gguf file. The exit code is 1 if an engine answers wrongly.
+    Below and above the original window. EXPORTED is a folder or a .gguf file. The exit code is 1 if an engine
+    answers wrongly.
     """
     from longrope2.export.verify import verify as run_verify
 
@@ -574,12 +681,21 @@ def verify(context: click.Context, exported: Path, engines: tuple[str, ...], as_
 
 
 @cli.command()
-@click.argument("model", required=False)
-@target_option
-@click.option("-o", "--output", required=True, type=PLACE, metavar="FOLDER")
-@click.option("--config", metavar="RECIPE", help="TOML file, or the name of one of the package's recipes.")
+@click.argument("model", type=NAME, required=False)
+@click.option("--target-length", type=LENGTH, metavar="N", help="Window to reach, e.g. 128k; default: the recipe's.")
+@click.option("-o", "--output", required=True, type=PLACE, metavar="FOLDER", help="For the results of every stage.")
+@click.option(
+    "--config",
+    metavar="RECIPE",
+    help="TOML file, or a recipe of the package: tiny-laptop, smollm2-32k, llama3-8b-128k, phi3-mini-128k.",
+)
 @click.option("--stages", type=NAMES, default="", metavar="LIST", help="E.g. search,evaluate; default: all.")
-@click.option("--cache", type=PLACE, metavar="FOLDER", help="Where tokenised sources are kept.")
+@click.option(
+    "--cache",
+    type=PLACE,
+    metavar="FOLDER",
+    help="Where tokenised sources are kept.  [default: ~/.cache/longrope2/corpus]",
+)
 @click.option("--dry-run", is_flag=True, help="Print what would be done, with time, memory and disk.")
 @json_option
 def extend(model: str | None, output: Path, **options: Any) -> None:
@@ -600,7 +716,10 @@ def extend(model: str | None, output: Path, **options: Any) -> None:
 @click.argument("run", type=PLACE)
 @click.option("--open", "open_page", is_flag=True, help="Show it in a browser.")
 def report(run: Path, open_page: bool) -> None:
-    """Write the page of a run of `longrope2 extend`, finished or not, with figures and data beside it."""
+    """Write the report of an `extend` run, finished or not.
+
+    A page that stands for itself, each figure as PNG and its data as CSV beside it.
+    """
     from longrope2.report.run import run_report
 
     run_report(run, open_page=open_page)
@@ -611,7 +730,7 @@ def report(run: Path, open_page: bool) -> None:
 @click.option("--once", is_flag=True, help="Print it once instead of following.")
 @click.option("--every", default=2.0, show_default=True, metavar="SECONDS", help="Between looks at the folder.")
 def watch(run: Path, once: bool, every: float) -> None:
-    """Show how far a run of `longrope2 extend` is, from its files alone."""
+    """Show how far an `extend` run is, from its files alone."""
     from longrope2.watching import run_watch
 
     run_watch(run, once=once, every=every)

@@ -168,16 +168,16 @@ def run_generate(
 
 def read_prompt(text: str | None, file: Path | None, argument: str | None) -> str:
     """The prompt from the one place that was named; `argument` and `file` may be '-' for stdin."""
+    ways = "give --prompt TEXT, --prompt-file FILE, or - to read stdin"
+    if argument not in (None, "-"):
+        raise LongRopeError(f"{argument!r} after the model is not understood", hint=ways)
     named = [source for source in (text, file, argument) if source is not None]
-    if len(named) != 1 or argument not in (None, "-"):
-        raise LongRopeError(
-            "no prompt given" if not named else "one prompt is expected, and one place it comes from",
-            hint="give --prompt TEXT, --prompt-file FILE, or - to read it from stdin",
-        )
+    if len(named) != 1:
+        raise LongRopeError("several prompts given" if named else "no prompt given", hint=ways)
     if text is None:
         text = _decoded(file or Path("-"))
     if not text.strip():
-        raise DataError("the prompt is empty", hint="give --prompt TEXT, --prompt-file FILE, or - to read stdin")
+        raise DataError("the prompt is empty", hint=ways)
     return text
 
 
@@ -217,7 +217,7 @@ def _room(prompt: int, wanted: int | None, window: int, *, allow_beyond: bool, h
     kind = "extended window" if has_factors else "window"
     hints = [f"--max-new-tokens {left}" if left > 0 else "a shorter prompt"]
     hints += [] if has_factors else ["--factors FILE for a longer window"]
-    hints += ["--allow-beyond to try all the same"]
+    hints += ["--beyond-window to try all the same"]
     what = f"the prompt has {prompt:,} tokens"
     what += f", and {wanted:,} new ones are asked for" if left > 0 else ""
     raise LongRopeError(f"{what}: more than the {kind} of {window:,}", hint=", or ".join(hints))
