@@ -3,6 +3,7 @@
 import inspect
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -24,6 +25,11 @@ def test_ten_names_typed_and_documented():
             assert all(p.annotation is not inspect.Parameter.empty for p in signature.parameters.values()), name
 
 
+def test_the_reference_names_all():
+    page = (Path(__file__).parent.parent / "docs" / "reference.md").read_text()
+    assert [name for name in longrope2.__all__ if f"`{name}" not in page] == []
+
+
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'serach'"):
         _ = longrope2.serach
@@ -41,11 +47,16 @@ def test_search_evaluate_and_export_give_values_and_print_nothing(tmp_path, caps
     found = longrope2.search_factors("tiny", 512, tmp_path / "search", **small)
     assert found == RescaleFactors.load(tmp_path / "search/factors.json")
     result = longrope2.evaluate(
-        "tiny", ["perplexity"], tmp_path / "scores", factors=tmp_path / "search/factors.json",
+        "tiny", ["perplexity"], tmp_path / "scores", factors=found,
         tasks=("full",), lengths=(256,), samples=1,
     )  # fmt: skip
     assert result == json.loads((tmp_path / "scores/results.json").read_text())
     assert [score["length"] for score in result["scores"]] == [256]
+    again = longrope2.evaluate(
+        "tiny", ["perplexity"], tmp_path / "scores", factors=str(tmp_path / "search/factors.json"),
+        tasks=("full",), lengths=(256,), samples=1,
+    )  # fmt: skip
+    assert again["scores"] == result["scores"]
     folder = longrope2.export_model("tiny", tmp_path / "tiny-512", factors=found)
     assert longrope2.load(folder).longrope2.factors.long == found.long
     assert capsys.readouterr().out == ""

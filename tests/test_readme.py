@@ -43,6 +43,12 @@ def test_readme_example_runs(example, tmp_path, monkeypatch):
     cli.main(["generate", "tiny-1k", "--prompt", "It was", "--max-new-tokens", "1"], standalone_mode=False)
 
 
+def test_the_example_of_the_reference_runs(tmp_path, monkeypatch):
+    (example,) = blocks(ROOT / "docs" / "reference.md", "python")
+    monkeypatch.chdir(tmp_path)
+    exec(compile(example, "reference.md", "exec"), {})
+
+
 def test_the_first_evaluation_of_its_page_runs(tmp_path, monkeypatch):
     program, *arguments = shlex.split(commands(ROOT / "docs" / "evaluation.md")[0])
     assert (program, arguments[:2]) == ("longrope2", ["evaluate", "tiny"])

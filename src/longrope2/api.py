@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from longrope2.distributed import world
 from longrope2.evaluation.results import RESULTS
@@ -25,7 +25,11 @@ from longrope2.training.run import PRODUCT, run_train
 def rescale(
     model: str | Path | ModelInfo, method: str, target_length: int, *, extend_again: bool = False, **options: Any
 ) -> RescaleFactors:
-    """Factors of a closed form for a model: pi, ntk, yarn, llama3, …; options are those of the method."""
+    """Factors of a closed form for a model, such as ntk or yarn.
+
+    Options are those of the method: `critical_dimension` for the -rcd ones and longrope2, which also takes
+    `right_factors` and `attention_factor`.
+    """
     info = model if isinstance(model, ModelInfo) else describe(model)
     return rescale_model(info, method, target_length, extend_again=extend_again, **options)
 
@@ -38,9 +42,10 @@ def search_factors(
     extend_again: bool = False,
     **options: Any,
 ) -> RescaleFactors:
-    """Search the critical dimension and the factors; options are those of `longrope2 search`.
+    """Search the critical dimension and the factors by needle perplexity.
 
-    With a folder as `output` the search can be interrupted: the same call goes on where it was.
+    Options are those of `longrope2 search`, underscores for dashes; `--compile` is `compiled=True`. With a folder as
+    `output` the search can be interrupted: the same call goes on where it was.
     """
     info = model if isinstance(model, ModelInfo) else describe(model)
     info.refuse_rescaled(extend_again=extend_again)
@@ -62,15 +67,13 @@ def train(
 ) -> Path:
     """Train with both RoPEs on a plan of `longrope2 data plan`; returns the folder of the trained model.
 
-    Options are those of `longrope2 train`. The same call goes on after an interruption.
+    Options are those of `longrope2 train`, underscores for dashes; `--compile` is `compiled=True`. The same call goes
+    on after an interruption.
     """
     output = Path(output)
-    if isinstance(factors, RescaleFactors):
-        path = output.with_name(f"{output.name}.factors.json")
-        factors.save(path)
-        factors = path
+    file = _file(factors, output)
     with contextlib.redirect_stdout(sys.stderr):
-        run_train(str(model), factors=Path(factors), plan=Path(plan), output=output, cache=_path(cache), **options)
+        run_train(str(model), factors=file, plan=Path(plan), output=output, cache=_path(cache), **options)
     return output / PRODUCT
 
 
@@ -79,20 +82,32 @@ def evaluate(
     suites: Sequence[str],
     output: str | Path,
     *,
-    factors: str | Path | None = None,
+    factors: RescaleFactors | str | Path | None = None,
+    backend: Literal["torch", "vllm"] = "torch",
+    switch_length: int | None = None,
+    original_length: int | None = None,
+    name: str | None = None,
     cache: str | Path | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Measure a model; returns the content of results.json. Options are those of `longrope2 evaluate`."""
-    fixed = {"original_length": None, "switch_length": None, "backend_name": "torch", "name": None}
+    """Measure a model; returns the content of results.json.
+
+    Without factors it runs as its config says. Options are those of `longrope2 evaluate`: `lengths`, `samples`,
+    `tasks`, `data`, `books`, … The same call goes on after an interruption.
+    """
     with contextlib.redirect_stdout(sys.stderr):
         run_evaluation(
             str(model),
             Path(output),
-            factors_file=_path(factors),
+            suites=tuple(suites),
+            factors_file=None if factors is None else _file(factors, Path(output)),
+            backend_name=backend,
+            switch_length=switch_length,
+            original_length=original_length,
+            name=name,
             cache=_path(cache),
             as_json=False,
-            **{**fixed, **options, "suites": tuple(suites)},
+            **options,
         )
     result: dict[str, Any] = json.loads((Path(output) / RESULTS).read_text(encoding="utf-8"))
     return result
@@ -107,9 +122,21 @@ def export_model(
     format: Format = "huggingface",
     **options: Any,
 ) -> Path:
-    """Write a model with its factors for transformers, vLLM, llama.cpp and others; returns where it is."""
+    """Write a model with its factors for transformers, vLLM, llama.cpp and others; returns where it is.
+
+    Without factors the model must carry its own. Options are those of `longrope2 export`: `dtype`, `force`, …
+    """
     export(str(model), Path(output), factors=factors, profile=profile, format=format, **options)
     return Path(output)
+
+
+def _file(factors: RescaleFactors | str | Path, output: Path) -> Path:
+    """The file of factors; a value is written beside the folder that it is used for."""
+    if not isinstance(factors, RescaleFactors):
+        return Path(factors)
+    file = output.with_name(f"{output.name}.factors.json")
+    factors.save(file)
+    return file
 
 
 def _path(place: str | Path | None) -> Path | None:

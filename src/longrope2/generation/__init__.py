@@ -32,7 +32,9 @@ def load(
     """A transformers model whose `generate` is exact on both sides of the switch.
 
     `model` is what `longrope2.models.load` takes, or a live model; `factors` a value, a factors file, or None
-    for those in the model's own longrope config, with the switch length saved there. See `switching` for the rest.
+    for those in the model's own longrope config, with the switch length saved there. A row is long once it attends
+    to more than `switch_length` tokens, by default the original window. When it crosses, the `strategy` "recompute"
+    runs it again at once, "shadow" does so ahead, `shadow_chunk` tokens a step, and "pin" keeps one side throughout.
     """
     if isinstance(model, str | Path | models.ModelInfo):
         model = models.load(model, dtype=dtype, device=device).model

@@ -29,20 +29,27 @@ EARLIER = "earlier"
 
 
 def extend(
-    model: str | None,
+    model: str | Path | None,
     output: str | Path,
     *,
     target_length: int | None = None,
     config: str | Path | None = None,
     stages: Sequence[str] = (),
-    cache: Path | None = None,
+    cache: str | Path | None = None,
 ) -> dict[str, Any]:
     """Take a model from its window to a longer one, into the folder `output`; returns what was measured.
 
     `config` is a recipe, a file or a name, which also names the model if `model` is None; `stages` are those to run,
     all if none is named. What is done and unchanged is skipped, what was interrupted goes on.
     """
-    job = Job(model, Path(output), target_length=target_length, config=config, stages=stages, cache=cache)
+    job = Job(
+        None if model is None else str(model),
+        Path(output),
+        target_length=target_length,
+        config=config,
+        stages=stages,
+        cache=None if cache is None else Path(cache),
+    )
     job.run()
     return {**summarise(gather(job.folder)).to_json(), "report": str(job.folder / ledger.PAGE)}
 
