@@ -64,7 +64,8 @@ def this_machine(head_dim: int) -> Machine:
     """The GPU from what is known of it, anything else by trying."""
     on_gpu = torch.cuda.is_available()
     device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
-    name = torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    name = torch.cuda.get_device_name() if on_gpu else f"CPU, {threads} thread{'s' if threads > 1 else ''}"
     known = known_gpu(name) if on_gpu else None
     if known:
         forward, backward = (rate * 1e12 for rate in known.attention_rates(head_dim))
