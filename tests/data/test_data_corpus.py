@@ -215,6 +215,7 @@ def test_a_hub_dataset_is_known_by_its_commit(tmp_path, monkeypatch):
     corpus = tokenise(source, tokenizer, tmp_path)
     assert corpus.num_documents == 5
     assert corpus_key(Source(path="owner/name"), tokenizer) != corpus.key
+    assert corpus_key(Source(path="owner/name:test", text_column="summary"), tokenizer) != corpus.key
     commit = "def"
     assert corpus_key(source, tokenizer) != corpus.key
     commit = None

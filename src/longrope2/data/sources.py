@@ -115,7 +115,7 @@ def content_identity(source: Source) -> dict[str, Any]:
         return {"package": [entry.sha256 for entry in package_manifest() if not entry.held_out]}
     path = Path(source.path).expanduser()
     if not path.exists():
-        return _hub_identity(source.path)
+        return {**_hub_identity(source.path), "text_column": source.text_column}
     # The same choice that read_books makes, whose other complaints it is left to make.
     files = sorted(file for file in path.rglob("*") if file.suffix.lower() == ".txt") if path.is_dir() else [path]
     entries = []
