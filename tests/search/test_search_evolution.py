@@ -104,6 +104,15 @@ def test_the_first_population_has_exactly_the_size_asked_for(size):
     assert [genome.origin for genome in population] == ["random"] * min(size, 12) + ["mutation"] * (size - 12)
 
 
+def test_a_small_population_has_critical_dimensions_from_the_whole_range():
+    paper = first_population(make_space(LLAMA3, 16), 4, np.random.default_rng(0))
+    assert [genome.critical_dimension for genome in paper] == [24, 28, 31, 35]
+    wide = first_population(make_space(LLAMA3, 16, kind="wide"), len(METHODS) + 4, np.random.default_rng(0))
+    drawn = [genome for genome in wide if genome.origin == "random"]
+    assert [genome.critical_dimension for genome in drawn] == [24, 28, 31, 35]
+    assert {genome.shape for genome in drawn} == {"ntk", "ramp"}
+
+
 def test_the_wide_population_keeps_closed_forms_and_one_more_however_small():
     population = first_population(make_space(LLAMA3, 16, kind="wide"), 3, np.random.default_rng(0))
     assert [genome.origin for genome in population] == [*METHODS, "random"]

@@ -131,10 +131,12 @@ def first_population(space: SearchSpace, size: int, rng: np.random.Generator) ->
     unique: dict[str, Genome] = {}
     for genome in seeds:
         unique.setdefault(genome.key(), genome)
-    population = list(unique.values())
     # Closed forms stand first and stay, whatever the size: the search may never end below them.
-    keep = [genome for genome in population if genome.origin != "random"]
-    population = keep + [g for g in population if g.origin == "random"][: max(size - len(keep), 1)]
+    population = [genome for genome in unique.values() if genome.origin != "random"]
+    drawn = [genome for genome in unique.values() if genome.origin == "random"]
+    # Without room for all, some from the whole range: in the paper's space no other critical dimension comes later.
+    room = min(max(size - len(population), 1), len(drawn))
+    population += [drawn[round(place)] for place in np.linspace(0, len(drawn) - 1, room)]
     seen = {genome.key() for genome in population}
     for _ in range(ATTEMPTS * size):
         if len(population) >= size:
