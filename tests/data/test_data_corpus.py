@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -17,7 +19,8 @@ from longrope2.data import sources as sources_module
 from longrope2.data.corpus import corpus_key, default_cache, open_corpus, tokenise
 from longrope2.data.marks import Marks, document_marks, plain_encoder, tokenizer_fingerprint
 from longrope2.data.sources import Source, content_bytes
-from longrope2.errors import DataError, MissingExtraError
+from longrope2.errors import DataError, LongRopeError, MissingExtraError
+from longrope2.files import only_one
 from longrope2.models import ASSETS
 
 TEXTS = ["the cat sat", "", "on a mat and saw one dog", "the dog", "cat cat cat <s> cat"]
@@ -169,6 +172,33 @@ def test_an_interrupted_tokenisation_leaves_nothing(tmp_path, tiny, monkeypatch)
     with pytest.raises(DataError, match="line 2: column 'text' holds a int"):
         tokenise(Source(path=str(path)), tiny, tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_what_kills_left_is_written_over(tmp_path, tiny):
+    source, cache = write_source(tmp_path / "s", "jsonl"), tmp_path / "cache"
+    code = """
+import os, signal, sys
+from pathlib import Path
+from transformers import AutoTokenizer
+from longrope2.data import corpus
+from longrope2.data.sources import Source
+source, tokenizer, cache = sys.argv[1:]
+corpus._checksum = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+corpus.tokenise(Source(path=source), AutoTokenizer.from_pretrained(tokenizer), Path(cache))
+"""
+    for _ in range(2):
+        ended = subprocess.run([sys.executable, "-c", code, source.path, ASSETS / "tiny", cache])
+        assert ended.returncode == -signal.SIGKILL
+        assert len(list(cache.iterdir())) == 1
+    corpus = tokenise(source, tiny, cache)
+    assert {path.name for path in cache.iterdir()} == {f"{corpus.key}.arrow", f"{corpus.key}.json"}
+
+
+def test_two_processes_do_not_tokenise_one_source_at_once(tmp_path, tiny):
+    source = write_source(tmp_path / "s", "jsonl")
+    name = f".{corpus_key(source, tiny)}.partial"
+    with only_one(tmp_path, "", file=name), pytest.raises(LongRopeError, match="another process is tokenising"):
+        tokenise(source, tiny, tmp_path)
 
 
 def test_sources_without_text_are_refused(tmp_path, tiny):

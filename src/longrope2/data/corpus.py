@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from longrope2.console import ProgressLine, say
 from longrope2.data.marks import plain_encoder, tokenizer_fingerprint
 from longrope2.data.sources import Source, content_bytes, content_identity, read_documents
 from longrope2.errors import DataError, require
-from longrope2.files import atomic_path, package_versions, write_json
+from longrope2.files import only_one, package_versions, write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -147,35 +148,16 @@ def _record(key: str, cache: Path) -> dict[str, Any]:
 
 
 def _write(source: Source, tokenizer: "PreTrainedTokenizerBase", key: str, cache: Path) -> None:
-    arrow = require("pyarrow", extra="train", purpose="a tokenised corpus")
-    encode = plain_encoder(tokenizer)
-    schema = arrow.schema(
-        [("tokens", arrow.list_(arrow.int32())), ("title", arrow.string()), ("source", arrow.string())]
-    )
-    documents = tokens = 0
-    progress = _Progress(source)
-    path = cache / f"{key}.arrow"
-    with atomic_path(path) as temporary:
-        with arrow.OSFile(str(temporary), "wb") as file, arrow.ipc.new_file(file, schema) as writer:
-            for books in _batched(read_documents(source)):
-                encoded = encode([book.text for book in books])
-                offsets = np.cumsum([0, *map(len, encoded)], dtype=np.int32)
-                values = np.concatenate([np.asarray(ids, dtype=np.int32) for ids in encoded])
-                columns = [
-                    arrow.ListArray.from_arrays(arrow.array(offsets), arrow.array(values)),
-                    arrow.array([book.title for book in books], arrow.string()),
-                    arrow.array([book.source for book in books], arrow.string()),
-                ]
-                writer.write_batch(arrow.record_batch(columns, schema=schema))
-                documents, tokens = documents + len(books), tokens + len(values)
-                progress.update(books, documents, tokens)
-        if tokens == 0:
-            raise DataError(
-                f"source {source.label!r}: {documents} documents, no token in any",
-                hint="leave this source out, or check its files",
-            )
-        size, checksum = temporary.stat().st_size, _checksum(temporary)
-    progress.finish(documents, tokens)
+    # One name each time: these files are large, and what a kill left of one is written over.
+    partial = cache / f".{key}.partial"
+    with only_one(cache, f"another process is tokenising {source.label} there", file=partial.name):
+        try:
+            documents, tokens = _write_arrow(source, tokenizer, partial)
+            size, checksum = partial.stat().st_size, _checksum(partial)
+            partial.replace(cache / f"{key}.arrow")
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
     # Written last: a kill before this line leaves an Arrow file that nobody takes for complete.
     write_json(
         cache / f"{key}.json",
@@ -191,6 +173,40 @@ def _write(source: Source, tokenizer: "PreTrainedTokenizerBase", key: str, cache
             "versions": package_versions("tokenizers", "transformers", "pyarrow"),
         },
     )
+
+
+def _write_arrow(source: Source, tokenizer: "PreTrainedTokenizerBase", path: Path) -> tuple[int, int]:
+    """Tokenise a source into a file; returns how many documents and tokens it has."""
+    arrow = require("pyarrow", extra="train", purpose="a tokenised corpus")
+    encode = plain_encoder(tokenizer)
+    schema = arrow.schema(
+        [("tokens", arrow.list_(arrow.int32())), ("title", arrow.string()), ("source", arrow.string())]
+    )
+    documents = tokens = 0
+    progress = _Progress(source)
+    with path.open("wb") as file:
+        with arrow.ipc.new_file(file, schema) as writer:
+            for books in _batched(read_documents(source)):
+                encoded = encode([book.text for book in books])
+                offsets = np.cumsum([0, *map(len, encoded)], dtype=np.int32)
+                values = np.concatenate([np.asarray(ids, dtype=np.int32) for ids in encoded])
+                columns = [
+                    arrow.ListArray.from_arrays(arrow.array(offsets), arrow.array(values)),
+                    arrow.array([book.title for book in books], arrow.string()),
+                    arrow.array([book.source for book in books], arrow.string()),
+                ]
+                writer.write_batch(arrow.record_batch(columns, schema=schema))
+                documents, tokens = documents + len(books), tokens + len(values)
+                progress.update(books, documents, tokens)
+        file.flush()
+        os.fsync(file.fileno())
+    if tokens == 0:
+        raise DataError(
+            f"source {source.label!r}: {documents} documents, no token in any",
+            hint="leave this source out, or check its files",
+        )
+    progress.finish(documents, tokens)
+    return documents, tokens
 
 
 def _view(array: Any) -> NDArray[np.int32]:
