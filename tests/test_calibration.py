@@ -162,8 +162,10 @@ class TestTheCommand:
         ("changes", "message"),
         [
             ({"lengths": (2048,)}, r"lengths \[2048\] are beyond the target length 1024"),
-            ({"documents": 1}, "documents must lie from 2 to 4096, got 1\nhint: see"),
+            ({"documents": 1}, r"documents must lie from 2 to 4096, got 1\n[^\0]*hint: see"),
             ({"documents": 4}, r"documents must be at least as many as depths \(5\), got 4"),
+            ({"depths": (0.0, 1.5)}, "depth must lie between 0 and 1, got 1.5"),
+            ({"depths": ()}, "depth must name one place or more, got none"),
             ({"store": True}, "--store writes into the config.json of a folder that has its own factors"),
             ({"factors_file": None}, "no factors were given, and tiny has none of its own\nhint: pass --factors FILE"),
             ({"output": Path(__file__)}, "test_calibration.py/calibration.json: cannot be written"),

@@ -28,7 +28,14 @@ from longrope2.files import check_writable, only_one, package_versions, write_js
 from longrope2.generation.saved import carries_factors, read_factors, store_switch_length
 from longrope2.journal import JournalFile
 from longrope2.models import LoadedModel, check_factors, describe, load, load_tokenizer, weights_fingerprint
-from longrope2.needles import MOST_DOCUMENTS, NeedleDocument, check_length, documents_digest, make_needles
+from longrope2.needles import (
+    MOST_DOCUMENTS,
+    NeedleDocument,
+    check_length,
+    depth_problems,
+    documents_digest,
+    make_needles,
+)
 from longrope2.perplexity import Score, Scorer, scoring
 
 FRACTIONS = (0.25, 0.5, 0.75, 0.875, 1.0, 1.25, 1.5, 2.0)
@@ -56,8 +63,7 @@ class CalibrationConfig:
     def check(self, target_length: int, tokenizer: Any) -> None:
         """Refuse what cannot be measured."""
         problems = below_minimum(self, seed=0) + out_of_range(self, documents=(2, MOST_DOCUMENTS))
-        if 2 <= self.documents < len(self.depths):
-            problems.append(f"documents must be at least as many as depths ({len(self.depths)}), got {self.documents}")
+        problems += depth_problems(self.depths, documents=self.documents)
         beyond = [length for length in self.lengths or () if length > target_length]
         if beyond:
             problems.append(f"lengths {beyond} are beyond the target length {target_length} of the factors")

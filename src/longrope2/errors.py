@@ -3,6 +3,7 @@
 import importlib
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Literal, get_args, get_origin, get_type_hints
 
 
 class LongRopeError(Exception):
@@ -62,6 +63,20 @@ def out_of_range(config: object, **ranges: tuple[float, float]) -> list[str]:
         f"{name} must lie from {low:g} to {high:.10g}, got {value}"
         for name, (low, high) in ranges.items()
         if (value := getattr(config, name)) is not None and not low <= value <= high  # which NaN does not
+    ]
+
+
+def unknown_choices(config: object) -> list[str]:
+    """The fields of a configuration that hold none of the words their type allows, in words.
+
+    The command line refuses such a word by itself; from Python it would be taken for one of the others.
+    """
+    hints = get_type_hints(type(config))
+    choices = {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
+    return [
+        f"{name} must be {' or '.join(map(repr, words))}, got {value!r}"
+        for name, words in choices.items()
+        if (value := getattr(config, name)) not in words
     ]
 
 

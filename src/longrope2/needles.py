@@ -181,6 +181,20 @@ def check_length(tokenizer: "PreTrainedTokenizerBase", length: int, *, around: i
         raise _too_short(length, largest, around)
 
 
+def depth_problems(depths: Sequence[float], **counts: int) -> list[str]:
+    """What is wrong with depths that documents take in turn, in words; `counts`: how many documents take them.
+
+    With fewer documents than depths, some depths would silently never be tried.
+    """
+    found = [f"depth must lie between 0 and 1, got {depth}" for depth in depths if not 0 <= depth <= 1]
+    if not depths:
+        found.append("depth must name one place or more, got none")
+    few = {name: count for name, count in counts.items() if 0 < count < len(depths)}
+    return found + [
+        f"{name} must be at least as many as depths ({len(depths)}), got {count}" for name, count in few.items()
+    ]
+
+
 def _check_arguments(count: int, seed: int, depths: Sequence[float] | str, value_digits: int) -> None:
     """Raise DataError naming every bad argument."""
     limits = (("count", count, 1), ("seed", seed, 0), ("value_digits", value_digits, 1))
@@ -189,9 +203,10 @@ def _check_arguments(count: int, seed: int, depths: Sequence[float] | str, value
     most = min(MOST_DOCUMENTS, 9 * 10 ** (max(value_digits, 1) - 1))
     if count > most:
         problems.append(f"count must be at most {most} with {value_digits} value_digits, got {count}")
-    numbers = () if isinstance(depths, str) else depths
-    if depths != "uniform" and not (numbers and all(0.0 <= number <= 1.0 for number in numbers)):
-        problems.append(f'depth must be one or more numbers from 0 to 1, or "uniform", got {depths!r}')
+    if not isinstance(depths, str):
+        problems += depth_problems(depths)
+    elif depths != "uniform":
+        problems.append(f'depth must be numbers from 0 to 1, or "uniform", got {depths!r}')
     if problems:
         raise DataError(all_problems("needle documents", problems), hint="see help(longrope2.needles.make_needles)")
 

@@ -628,7 +628,8 @@ def test_what_would_overflow_or_be_left_out_is_refused(options, tiny):
 @pytest.mark.parametrize("ends", range(2))
 @pytest.mark.parametrize("method", ["longrope2", "longrope"])
 def test_the_ends_of_what_is_allowed_can_be_searched(ends, method, tiny, books, tmp_path):
-    values = {name: RANGES[name][ends] for name in ("lower", "upper", "grid", "attention_factor")}
+    names = ("grid", "attention_factor", *(("lower", "upper") if method == "longrope2" else ()))
+    values = {name: RANGES[name][ends] for name in names}
     objective = "plain" if method == "longrope" else "needle"
     evolution = EvolutionConfig(population=4, iterations=1, mutations=4, crossovers=1, race_confidence=1000 * ends)
     config = small_config(books, method=method, objective=objective, evolution=evolution, **values)
@@ -639,6 +640,25 @@ def test_a_right_configuration_has_no_problems():
     assert SearchConfig(target_length=1024).problems() == []
 
 
+def test_words_that_mean_nothing_are_refused():
+    """From Python; the command line knows them by itself."""
+    config = SearchConfig(
+        target_length=1024,
+        space="wider",
+        dimensions="some",
+        objective="perplexity",
+        method="longrope3",
+        evolution=EvolutionConfig(race="sometimes"),
+    )
+    assert config.problems() == [
+        "race must be 'off' or 'exact' or 'statistical', got 'sometimes'",
+        "objective must be 'needle' or 'plain', got 'perplexity'",
+        "space must be 'paper' or 'wide', got 'wider'",
+        "dimensions must be 'critical' or 'all', got 'some'",
+        "method must be 'longrope2' or 'longrope', got 'longrope3'",
+    ]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -646,6 +666,10 @@ def test_a_right_configuration_has_no_problems():
         (["--original-length", 6], "the original length must be at least 7 tokens, got 6\nhint: see"),
         (["--method", "longrope", "--objective", "needle"], "method longrope is defined with objective plain"),
         (["--method", "longrope", "--space", "wide"], "method longrope is defined with objective plain"),
+        (
+            ["--method", "longrope", "--upper", 3],
+            "method longrope has bounds of its own, 1 and 1.25 s; leave lower and",
+        ),
         (["--space", "wide", "--dimensions", "all"], "space wide shapes the left side itself"),
         (["--books", "SHORT"], "no book is long enough: 512 tokens needed, the longest, 'short'"),
         (["--books", "EMPTY"], "no .txt file in this folder"),

@@ -274,6 +274,10 @@ def refusals():
     yield {"evaluate_documents": 0}, "evaluate_documents must be at least 1"
     yield {"freeze": ("nothing",)}, "names no parameter"
     yield {"freeze": ("model.*", "lm_head*")}, "leaves no parameter to train"
+    yield {"window": "singel"}, "window must be 'mixed' or 'single', got 'singel'"
+    yield {"save_dtype": "bf16"}, "save_dtype must be 'bfloat16' or 'float16' or 'float32', got 'bf16'"
+    yield {"long_row_mask": "documents"}, "long_row_mask must be 'full' or 'document', got 'documents'"
+    yield {"steps": 5, "warmup_steps": 6}, r"warmup_steps must be at most steps \(5\), got 6"
     yield {"sequence_parallel": 2}, "1 processes cannot form groups of 2"
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from longrope2.errors import DataError, all_problems
+from longrope2.errors import DataError, all_problems, unknown_choices
 
 RowKind = Literal["short", "long"]
 OverLong = Literal["cut", "drop"]
@@ -94,8 +94,7 @@ class PlanConfig:
             found.append("repeat needs a number of tokens, since documents that repeat never end")
         if self.seed < 0:
             found.append(f"seed must not be negative, got {self.seed}")
-        if self.over_long not in ("cut", "drop"):
-            found.append(f"over_long must be 'cut' or 'drop', got {self.over_long!r}")
+        found += unknown_choices(self)
         if not 0 <= self.max_padding < 1:
             found.append(f"max_padding must lie in [0, 1), got {self.max_padding}")
         return found + self._bucket_problems()

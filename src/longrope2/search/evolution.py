@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from longrope2.errors import below_minimum, out_of_range
+from longrope2.errors import below_minimum, out_of_range, unknown_choices
 from longrope2.methods import METHODS
 from longrope2.search.journal import Journal
 from longrope2.search.racing import Mode, Race, Scores, Task
@@ -36,7 +36,7 @@ class EvolutionConfig:
         found = below_minimum(self, population=1, iterations=0, parents=1, mutations=0, crossovers=0, seed=0)
         if self.iterations and self.mutations + self.crossovers == 0:
             found.append("an iteration needs mutations or crossovers")
-        return found + out_of_range(self, race_confidence=(0.0, 1000.0))
+        return found + unknown_choices(self) + out_of_range(self, race_confidence=(0.0, 1000.0))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,13 +15,13 @@ from longrope2 import __version__
 from longrope2.books import read_books
 from longrope2.console import ProgressLine, say, show_json, show_table, warn
 from longrope2.distributed import World, world
-from longrope2.errors import LongRopeError, MissingExtraError, all_problems, out_of_range
+from longrope2.errors import LongRopeError, MissingExtraError, all_problems, out_of_range, unknown_choices
 from longrope2.factors import RescaleFactors
 from longrope2.figures import draw_convergence, draw_factors
 from longrope2.files import only_one, package_versions, write_json
 from longrope2.methods import METHODS, rescale
 from longrope2.models import LoadedModel, describe, load, rescale_model, weights_fingerprint
-from longrope2.needles import MOST_DOCUMENTS, NeedleDocument, documents_digest, make_needles
+from longrope2.needles import MOST_DOCUMENTS, NeedleDocument, depth_problems, documents_digest, make_needles
 from longrope2.perplexity import Objective, Score, Scorer, scoring, total
 from longrope2.rope import RopeSpec
 from longrope2.search.evolution import EvolutionConfig, Progress, evolve
@@ -78,21 +78,17 @@ class SearchConfig:
 
     def problems(self) -> list[str]:
         """What is wrong with it, in words."""
-        found = self.evolution.problems() + out_of_range(self, **RANGES)
-        depths = [self.depth] if isinstance(self.depth, int | float) else self.depth
-        found += [f"depth must lie between 0 and 1, got {depth}" for depth in depths if not 0 <= depth <= 1]
-        if not depths:
-            found.append("depth must name one place or more, got none")
-        few = [name for name in ("documents", "held_out") if 0 < getattr(self, name) < len(depths)]
-        found += [
-            f"{name} must be at least as many as depths ({len(depths)}), got {getattr(self, name)}" for name in few
-        ]
+        found = self.evolution.problems() + unknown_choices(self) + out_of_range(self, **RANGES)
+        depths = (self.depth,) if isinstance(self.depth, int | float) else self.depth
+        found += depth_problems(depths, documents=self.documents, held_out=self.held_out)
         if not 0 < self.mutation_probability <= 1:
             found.append(f"mutation_probability must lie in (0, 1], got {self.mutation_probability}")
         if self.lower > self.upper:
             found.append(f"lower must not be above upper, got {self.lower} and {self.upper}")
         if self.method == "longrope" and (self.space, self.objective) != ("paper", "plain"):
             found.append("method longrope is defined with objective plain and space paper")
+        if self.method == "longrope" and (self.lower, self.upper) != (SearchConfig.lower, SearchConfig.upper):
+            found.append("method longrope has bounds of its own, 1 and 1.25 s; leave lower and upper out")
         if self.space == "wide" and self.dimensions == "all":
             found.append("space wide shapes the left side itself; dimensions all goes with space paper")
         return found

@@ -13,7 +13,7 @@ from longrope2.data.loader import RowLoader
 from longrope2.data.marks import tokenizer_fingerprint
 from longrope2.data.plan import Plan
 from longrope2.distributed import World
-from longrope2.errors import DataError, LongRopeError, all_problems, require
+from longrope2.errors import DataError, LongRopeError, all_problems, require, unknown_choices
 from longrope2.factors import RescaleFactors
 from longrope2.files import package_versions
 from longrope2.models import ModelInfo, check_factors, load_tokenizer, weights_fingerprint
@@ -61,7 +61,7 @@ class RunConfig:
 
     def problems(self) -> list[str]:
         """What is wrong with it, in words."""
-        found = self.train.problems()
+        found = self.train.problems() + unknown_choices(self)
         if self.lora is not None and self.lora < 1:
             found.append(f"lora must be a rank of at least 1, got {self.lora}")
         if self.lora is not None and self.freeze:

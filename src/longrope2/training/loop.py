@@ -55,6 +55,8 @@ class TrainConfig:
                 found.append(f"{name} must be positive and finite, got {getattr(self, name)}")
         if not 0 <= self.weight_decay < math.inf:
             found.append(f"weight_decay must be finite and not negative, got {self.weight_decay}")
+        if 0 < self.steps < self.warmup_steps:
+            found.append(f"warmup_steps must be at most steps ({self.steps}), got {self.warmup_steps}")
         if not all(0 <= beta < 1 for beta in self.betas):
             found.append(f"betas must lie in [0, 1), got {list(self.betas)}")
         if self.seed < 0:
@@ -66,7 +68,7 @@ class TrainConfig:
         return range(step * self.batch_rows + here.rank, (step + 1) * self.batch_rows, here.size)
 
     def learning_rate_at(self, step: int) -> float:
-        """Linear warm-up, then a cosine to zero at the last step."""
+        """Linear warm-up, then a cosine that would be zero at the step after the last."""
         if step < self.warmup_steps:
             return self.learning_rate * (step + 1) / self.warmup_steps
         done = (step - self.warmup_steps) / max(self.steps - self.warmup_steps, 1)
