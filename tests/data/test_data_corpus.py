@@ -304,10 +304,10 @@ def test_a_tokenizer_without_marks_is_refused():
     assert "eos_token" in error.value.hint
 
 
-def test_a_padding_token_of_its_own_is_used():
+def test_a_padding_token_that_was_added_later_is_not_used():
     tokenizer = word_tokenizer()
-    tokenizer.pad_token = "<unk>"
-    assert document_marks(tokenizer).pad == 2
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})  # which the model has not
+    assert document_marks(tokenizer).pad == tokenizer.eos_token_id
 
 
 # Sources in words

@@ -380,6 +380,7 @@ def damage(line: int, old: str, new: str):
         (lambda lines: ["[]"], "not a plan"),
         (damage(1, '"version": 1', '"version": 9'), "a plan of version 9, version 1 expected"),
         (damage(1, '"marks"', '"marx"'), "the header in line 1 is damaged"),
+        (damage(1, '"bos": 1', '"bos": "1"'), "the header in line 1 is damaged"),
         (damage(1, '"seed": 0', '"seed": -4'), "the header in line 1 is damaged"),
         (damage(3, '"spans":[[0,', '"spans":[[7,'), "line 3 is damaged"),
         (damage(4, '"spans":[[', '"spans":[[1,'), "line 4 is damaged"),

@@ -337,6 +337,15 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path):
         sample.run(tmp_path / "run")
 
 
+def test_padding_that_the_model_has_no_token_for_is_refused(sample, tmp_path, monkeypatch):
+    monkeypatch.setattr("longrope2.training.run.load", None)
+    text = (sample.folder / "plan.jsonl").read_text()
+    assert '"pad": 1}' in text
+    (tmp_path / "plan.jsonl").write_text(text.replace('"pad": 1}', '"pad": 4096}', 1))
+    with pytest.raises(LongRopeError, match="the tokenizer uses 4,097 tokens, the model has 4,096"):
+        sample.run(tmp_path / "run", plan=tmp_path / "plan.jsonl")
+
+
 def test_other_folders_are_refused(sample, finished, tmp_path):
     output, _ = finished
     with pytest.raises(

@@ -37,9 +37,8 @@ def document_marks(tokenizer: "PreTrainedTokenizerBase") -> Marks:
             "the tokenizer has neither a BOS nor an EOS token, so packed documents would run together",
             hint="set tokenizer.eos_token to the token that ended documents when the model was trained",
         )
-    pad = tokenizer.pad_token_id
-    if pad is None:
-        pad = bos if eos is None else eos
+    # Not the tokenizer's own padding token: that may have been added later, and the model does not have it then.
+    pad = bos if eos is None else eos
     return Marks(bos=bos if eos is None or opens_with_bos(tokenizer) else None, eos=eos, pad=pad)
 
 

@@ -150,7 +150,7 @@ def _read_rows(path: Path, header: dict[str, Any], lines: Iterator[bytes]) -> Pl
         buckets = tuple(Bucket(**bucket) for bucket in settings.pop("buckets"))
         config = PlanConfig(buckets=buckets, **settings)
         sources = tuple(Source.from_dict(source) for source in header["sources"])
-        marks = Marks(**header["marks"])
+        marks = _checked_marks(header["marks"])
         corpus_keys, tokenizer = tuple(map(str, header["corpus_keys"])), str(header["tokenizer"])
         num_rows, report = int(header["rows"]), dict(header["report"])
     except (KeyError, TypeError, ValueError, DataError) as error:
@@ -180,6 +180,12 @@ def _read_rows(path: Path, header: dict[str, Any], lines: Iterator[bytes]) -> Pl
         spans=spans,
         report=report,
     )
+
+
+def _checked_marks(values: dict[str, Any]) -> Marks:
+    if not all(isinstance(mark, int) and mark >= 0 for mark in values.values() if mark is not None):
+        raise ValueError(f"marks of {values}")
+    return Marks(**values)
 
 
 def _checked_padding(value: int, config: PlanConfig) -> int:

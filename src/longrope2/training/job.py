@@ -180,7 +180,8 @@ def _misfits(plan: Plan, factors: RescaleFactors, tokenizer: Any, model_config: 
     if plan.tokenizer and plan.tokenizer != tokenizer_fingerprint(tokenizer):
         found.append("the plan was made with another tokenizer than the model's")
     # Tokens that were added to a tokenizer later, and that the model has not, never come out of a plain text.
-    most = max(tokenizer.vocab_size, *(mark + 1 for mark in (plan.marks.bos, plan.marks.eos) if mark is not None), 0)
+    marks = (plan.marks.bos, plan.marks.eos, plan.marks.pad)
+    most = max(tokenizer.vocab_size, *(mark + 1 for mark in marks if mark is not None))
     if most > model_config.vocab_size:
         found.append(f"the tokenizer uses {most:,} tokens, the model has {model_config.vocab_size:,}")
     return found
