@@ -16,8 +16,10 @@ from longrope2.distributed import world
 from longrope2.methods import rescale
 from longrope2.models import load
 from longrope2.perplexity import scoring, total
+from longrope2.search.config import SearchConfig
 from longrope2.search.evolution import EvolutionConfig
-from longrope2.search.run import SearchConfig, needle_documents, search, search_result
+from longrope2.search.record import search_result
+from longrope2.search.run import needle_documents, search
 
 
 def flat_grid(loaded, config, documents) -> dict[str, float]:

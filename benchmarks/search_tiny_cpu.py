@@ -8,8 +8,10 @@ from common import arguments, report
 
 from longrope2.distributed import world
 from longrope2.models import load
+from longrope2.search.config import SearchConfig
 from longrope2.search.evolution import EvolutionConfig
-from longrope2.search.run import SearchConfig, search, search_result
+from longrope2.search.record import search_result
+from longrope2.search.run import search
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ from longrope2.memory import keep_freed_memory
 from longrope2.models import LoadedModel, describe, load
 from longrope2.needles import make_needles
 from longrope2.perplexity import scoring
-from longrope2.search.run import search_result
+from longrope2.search.record import search_result
 
 SEED = 7  # of the documents, which are the same for every model with the same tokenizer
 

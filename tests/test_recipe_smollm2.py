@@ -9,8 +9,8 @@ import pytest
 from longrope2.books import read_books
 from longrope2.data.plan_command import read_config
 from longrope2.evaluation.run import EvaluationConfig
+from longrope2.search.config import SearchConfig
 from longrope2.search.evolution import EvolutionConfig
-from longrope2.search.run import SearchConfig
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "smollm2"
 

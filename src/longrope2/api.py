@@ -17,8 +17,9 @@ from longrope2.export.run import export
 from longrope2.factors import RescaleFactors
 from longrope2.models import ModelInfo, describe, rescale_model
 from longrope2.models import load as load_model
+from longrope2.search.config import SearchConfig, check
 from longrope2.search.evolution import EvolutionConfig
-from longrope2.search.run import SearchConfig, check, search
+from longrope2.search.run import search
 from longrope2.training.run import PRODUCT, run_train
 
 

@@ -30,9 +30,10 @@ from longrope2.needles import make_needles
 from longrope2.perplexity import Score, Scorer
 from longrope2.rotary import rescaled
 from longrope2.search import run as search_run
+from longrope2.search.config import RANGES, SearchConfig, check
 from longrope2.search.evolution import EvolutionConfig
 from longrope2.search.journal import Journal
-from longrope2.search.run import RANGES, SearchConfig, check, search
+from longrope2.search.run import search
 from longrope2.search.space import SearchSpace
 
 ALONE = World(process=0, num_processes=1, local_process=0)

@@ -22,8 +22,8 @@ from longrope2.export.config import Profile
 from longrope2.export.engines import Format
 from longrope2.methods import METHODS
 from longrope2.models import TINY
+from longrope2.search.config import SearchConfig
 from longrope2.search.evolution import EvolutionConfig
-from longrope2.search.run import SearchConfig
 from longrope2.training.job import RunConfig
 from longrope2.training.loop import TrainConfig
 

@@ -27,8 +27,9 @@ from longrope2.pipeline.recipe import RECALL, ExportOptions, Recipe, VerifyOptio
 from longrope2.report.gather import gather
 from longrope2.report.run import write_report
 from longrope2.report.summary import summarise
+from longrope2.search.config import SearchConfig
 from longrope2.search.evolution import EvolutionConfig
-from longrope2.search.run import SearchConfig, search
+from longrope2.search.run import search
 from longrope2.training.job import ELASTIC
 from longrope2.training.run import run_train
 

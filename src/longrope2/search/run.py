@@ -1,31 +1,30 @@
 """A search from a model and books to a folder of results; resumable, on one process or many."""
 
-import json
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from longrope2 import __version__
 from longrope2.books import read_books
-from longrope2.console import ProgressLine, say, show_json, show_table, warn
+from longrope2.console import say, warn
 from longrope2.distributed import World, world
-from longrope2.errors import LongRopeError, MissingExtraError, all_problems, out_of_range, unknown_choices
+from longrope2.errors import LongRopeError
 from longrope2.factors import RescaleFactors
-from longrope2.figures import draw_convergence, draw_factors
-from longrope2.files import only_one, package_versions, write_json
-from longrope2.methods import METHODS, rescale
+from longrope2.files import only_one, package_versions
+from longrope2.methods import METHODS
 from longrope2.models import LoadedModel, describe, load, rescale_model, weights_fingerprint
-from longrope2.needles import MOST_DOCUMENTS, NeedleDocument, depth_problems, documents_digest, make_needles
+from longrope2.needles import NeedleDocument, documents_digest, make_needles
 from longrope2.perplexity import Objective, Score, Scorer, scoring, total
-from longrope2.rope import RopeSpec
-from longrope2.search.evolution import EvolutionConfig, Progress, evolve
+from longrope2.search.config import SearchConfig, check
+from longrope2.search.evolution import EvolutionConfig, evolve
 from longrope2.search.journal import Journal
+from longrope2.search.progress import Reporter
+from longrope2.search.record import outcome_record, perplexity, show_record, write_record
 from longrope2.search.space import Genome, SearchSpace, default_attention_factor
 
 WINDOW_FRACTIONS = (0.25, 0.5, 1.0)
@@ -34,96 +33,14 @@ HELD_OUT_SEED = 1_000_000
 """How far the seed of held-out documents lies from that of the searched ones."""
 FAILING_NLL = 1.0
 """Nats per answer token above which a model does not retrieve."""
-RANGES = {
-    "documents": (1, MOST_DOCUMENTS),
-    "held_out": (0, MOST_DOCUMENTS),
-    "lower": (0.01, 1000.0),
-    "upper": (0.01, 1000.0),
-    "grid": (1e-6, 0.25),
-    "attention_factor": (0.01, 100.0),
-}
-"""What may be searched: far more than is sensible, and nothing that overflows."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SearchConfig:
-    """Everything that decides the result, besides the model; saved with every run."""
-
-    target_length: int
-    documents: int = 10
-    held_out: int = 0
-    """Other documents, on which the winner and every closed form are scored at the end."""
-    books: str | None = None
-    """Where books come from; None means the package's held-out ones."""
-    depth: float | tuple[float, ...] = 0.0
-    """Where the needle stands: 0 is the start, as in the paper. Several are taken in turn, document by document."""
-    objective: Objective = "needle"
-    space: Literal["paper", "wide"] = "paper"
-    dimensions: Literal["critical", "all"] = "critical"
-    method: Literal["longrope2", "longrope"] = "longrope2"
-    lower: float = 1.0
-    upper: float = 2.0
-    grid: float = 0.01
-    mutation_probability: float = 0.3
-    attention_factor: float | None = None
-    """None: 1 for longrope2, which names none; √(1 + ln s/ln L_train) for longrope."""
-    compiled: bool = False
-    """Fuse what stands between matrix products: for long searches on a GPU."""
-    evolution: EvolutionConfig = field(default_factory=EvolutionConfig)
-
-    def __post_init__(self) -> None:
-        """One depth is one depth, however it was given: a journal is known by its settings."""
-        if not isinstance(self.depth, int | float):
-            object.__setattr__(self, "depth", self.depth[0] if len(self.depth) == 1 else tuple(self.depth))
-
-    def problems(self) -> list[str]:
-        """What is wrong with it, in words."""
-        found = self.evolution.problems() + unknown_choices(self) + out_of_range(self, **RANGES)
-        depths = (self.depth,) if isinstance(self.depth, int | float) else self.depth
-        found += depth_problems(depths, documents=self.documents, held_out=self.held_out)
-        if not 0 < self.mutation_probability <= 1:
-            found.append(f"mutation_probability must lie in (0, 1], got {self.mutation_probability}")
-        if self.lower > self.upper:
-            found.append(f"lower must not be above upper, got {self.lower} and {self.upper}")
-        if self.method == "longrope" and (self.space, self.objective) != ("paper", "plain"):
-            found.append("method longrope is defined with objective plain and space paper")
-        if self.method == "longrope" and (self.lower, self.upper) != (SearchConfig.lower, SearchConfig.upper):
-            found.append("method longrope has bounds of its own, 1 and 1.25 s; leave lower and upper out")
-        if self.space == "wide" and self.dimensions == "all":
-            found.append("space wide shapes the left side itself; dimensions all goes with space paper")
-        return found
-
-
-def check(config: SearchConfig, spec: RopeSpec) -> None:
-    """Refuse what cannot be searched."""
-    problems = config.problems()
-    if spec.original_length <= 2 * math.pi:  # where NTK, and with it a first population, is not defined
-        problems.append(f"the original length must be at least 7 tokens, got {spec.original_length}")
-    if problems:
-        raise LongRopeError(all_problems("search configuration", problems), hint="see `longrope2 search --help`")
-    rescale("none", spec, config.target_length)  # refuses a target within the window
 
 
 def search(loaded: LoadedModel, config: SearchConfig, output: Path | None, here: World) -> RescaleFactors:
     """Run or resume a search; writes into `output`, on the main process, unless it is None."""
-    spec = loaded.info.rope
-    check(config, spec)
+    check(config, loaded.info.rope)
     # Within its window the model goes on as it does now, also where it was rescaled before.
     baseline = rescale_model(loaded.info, "none", config.target_length, extend_again=True)
-    space = SearchSpace(
-        spec=spec,
-        target_length=config.target_length,
-        kind=config.space,
-        dimensions=config.dimensions,
-        method=config.method,
-        lower=config.lower,
-        upper=config.upper,
-        grid=config.grid,
-        mutation_probability=config.mutation_probability,
-        attention_factor=config.attention_factor or default_attention_factor(config.method, spec, config.target_length),
-        short=baseline.short,
-        short_attention_factor=baseline.short_attention_factor,
-    )
+    space = _space(config, baseline)
     say_here = say if here.is_main else _quiet
     searched = needle_documents(loaded, config, config.target_length, note=say_here)
     held_out = _held_out_documents(loaded, config, note=say_here)
@@ -142,7 +59,7 @@ def search(loaded: LoadedModel, config: SearchConfig, output: Path | None, here:
                 window = _try_own_window(loaded, config, scorer, baseline, here) if here.rank == 0 else []
             with scoring(loaded.model, baseline, objective=config.objective, compiled=config.compiled) as scorer:
                 evaluate = _evaluator(scorer, space, documents, journal, here)
-                reporter = _Reporter(config.evolution.iterations, tokens, output, journal) if here.is_main else _quiet
+                reporter = Reporter(config.evolution.iterations, tokens, output, journal) if here.is_main else _quiet
                 outcome = evolve(space, config.evolution, len(searched), evaluate, journal=journal, report=reporter)
                 say_here("scoring closed-form methods on the same documents")
                 forms = {name: space.closed_form(name) for name in METHODS if name != "longrope2"}
@@ -153,38 +70,25 @@ def search(loaded: LoadedModel, config: SearchConfig, output: Path | None, here:
             f"out of memory at {config.target_length:,} tokens ({loaded.model.dtype} on {loaded.model.device})",
             hint="use a shorter target, a GPU with more memory, or --tensor-parallel over several",
         ) from error
-    provenance = {
-        "model": loaded.info.name,
-        "revision": loaded.info.revision,
-        "weights": header["weights"],
-        "config": asdict(config),
-        "versions": package_versions("torch", "transformers"),
-    }
-    factors = space.rescale_factors(outcome.best, provenance)
+    versions = package_versions("torch", "transformers")
+    identity = {name: header[name] for name in ("model", "revision", "weights", "config")}
+    factors = space.rescale_factors(outcome.best, {**identity, "versions": versions})
     if output and here.is_main:
-        result = {
+        record = {
             **header,
-            "versions": provenance["versions"],
-            "perplexity": _perplexity(outcome.history[-1].best_nll, tokens),
-            "critical_dimension": factors.critical_dimension,
-            "best": outcome.best.to_json(),
-            "scored_tokens": tokens,
+            "versions": versions,
+            **outcome_record(outcome, tokens),
             "own_window": window,
-            "closed_form_perplexity": {name: _perplexity(nll, tokens) for name, nll in methods.items()},
-            "held_out_perplexity": {name: _perplexity(nll, held_out_tokens) for name, nll in unseen.items()}
+            "closed_form_perplexity": {name: perplexity(nll, tokens) for name, nll in methods.items()},
+            "held_out_perplexity": {name: perplexity(nll, held_out_tokens) for name, nll in unseen.items()}
             if held_out
             else None,
-            "convergence": [_convergence(progress, tokens) for progress in outcome.history],
-            "document_evaluations": outcome.history[-1].evaluations,
-            "exhaustive_evaluations": outcome.history[-1].exhaustive_evaluations,
             "seconds": journal.earlier + time.monotonic() - started,
             "resumed_evaluations": journal.resumed,
             "processes": here.size,
             "device": _device_name(loaded.model.device),
         }
-        factors.save(output / "factors.json")
-        write_json(output / "search.json", result)
-        _draw(output, factors, result)
+        write_record(output, factors, record)
     return factors
 
 
@@ -213,37 +117,25 @@ def run_search(
         loaded = load(info, device=here.device(), tensor_parallel=tensor_parallel)
         factors = search(loaded, config, output, here)
         if here.is_main:
-            _show(output, factors, as_json=as_json)
+            show_record(output, factors, as_json=as_json)
 
 
-def search_result(output: Path) -> dict[str, Any]:
-    """What a finished search wrote into search.json."""
-    result: dict[str, Any] = json.loads((output / "search.json").read_text(encoding="utf-8"))
-    return result
-
-
-def _show(output: Path, factors: RescaleFactors, *, as_json: bool) -> None:
-    result = search_result(output)
-    if as_json:
-        show_json(result)
-        return
-    rows = sorted(result["closed_form_perplexity"].items(), key=lambda row: row[1] or math.inf)
-    unseen = result["held_out_perplexity"]
-    show_table(
-        f"{result['config']['objective']} perplexity at {factors.target_length:,} tokens, "
-        f"{result['config']['documents']} documents",
-        ["method", "perplexity", "d_rcd", *(["held out"] if unseen else [])],
-        [
-            [
-                f"{factors.method} (searched)",
-                _shown(result["perplexity"]),
-                f"{factors.critical_dimension or '-'}",
-                *([_shown(unseen["searched"])] if unseen else []),
-            ],
-            *([name, _shown(value), "-", *([_shown(unseen[name])] if unseen else [])] for name, value in rows),
-        ],
-        caption=f"{result['document_evaluations']:,} document evaluations of "
-        f"{result['exhaustive_evaluations']:,} without racing; factors in {output / 'factors.json'}",
+def _space(config: SearchConfig, baseline: RescaleFactors) -> SearchSpace:
+    """Where to search; the short side of all it makes is that of `baseline`."""
+    spec = baseline.spec
+    return SearchSpace(
+        spec=spec,
+        target_length=config.target_length,
+        kind=config.space,
+        dimensions=config.dimensions,
+        method=config.method,
+        lower=config.lower,
+        upper=config.upper,
+        grid=config.grid,
+        mutation_probability=config.mutation_probability,
+        attention_factor=config.attention_factor or default_attention_factor(config.method, spec, config.target_length),
+        short=baseline.short,
+        short_attention_factor=baseline.short_attention_factor,
     )
 
 
@@ -326,7 +218,7 @@ def _try_own_window(
         results.append(
             {
                 "length": length,
-                "perplexity": _perplexity(nll.nll, nll.num_tokens),
+                "perplexity": perplexity(nll.nll, nll.num_tokens),
                 "exact": exact,
                 "documents": len(documents),
             }
@@ -375,67 +267,6 @@ def _totals(
     """The NLL of each over some documents."""
     nlls = iter(evaluate([(genome, document) for genome in genomes.values() for document in documents]))
     return {name: sum(next(nlls) for _ in documents) for name in genomes}
-
-
-class _Reporter:
-    """Tells of each iteration: on stderr, in the journal its time, and where TensorBoard is installed as events."""
-
-    def __init__(self, iterations: int, tokens: int, output: Path | None, journal: Journal) -> None:
-        self._line = ProgressLine(iterations + 1, "search", log_every=0)
-        self._journal = journal
-        self._tokens = tokens
-        self._events = None
-        if output is not None:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-
-                self._events = SummaryWriter(str(output / "tensorboard"))
-            except ImportError:
-                pass
-
-    def __call__(self, progress: Progress) -> None:
-        self._journal.sync()
-        perplexity = _perplexity(progress.best_nll, self._tokens)
-        saved = 1 - progress.evaluations / progress.exhaustive_evaluations
-        self._line.update(
-            progress.iteration + 1,
-            f"best perplexity {_shown(perplexity)}, d_rcd {progress.best.critical_dimension}, "
-            f"{progress.evaluations:,} evaluations, {saved:.0%} saved by racing",
-        )
-        if self._events is not None and perplexity is not None:
-            self._events.add_scalar("search/perplexity", perplexity, progress.iteration)
-            self._events.add_scalar("search/critical_dimension", progress.best.critical_dimension, progress.iteration)
-            self._events.add_scalar("search/evaluations", progress.evaluations, progress.iteration)
-            self._events.flush()
-
-
-def _convergence(progress: Progress, tokens: int) -> dict[str, Any]:
-    return {
-        "iteration": progress.iteration,
-        "perplexity": _perplexity(progress.best_nll, tokens),
-        "critical_dimension": progress.best.critical_dimension,
-        "evaluations": progress.evaluations,
-        "exhaustive_evaluations": progress.exhaustive_evaluations,
-    }
-
-
-def _perplexity(nll: float, tokens: int) -> float | None:
-    """None where it overflows: JSON has no infinity."""
-    value = Score(nll, tokens, exact=False).perplexity
-    return value if math.isfinite(value) else None
-
-
-def _shown(perplexity: float | None) -> str:
-    return "overflow" if perplexity is None else f"{perplexity:.4f}"
-
-
-def _draw(output: Path, factors: RescaleFactors, result: dict[str, Any]) -> None:
-    try:
-        draw_convergence(result["convergence"], output / "convergence.png")
-        named = {name: rescale(name, factors.spec, factors.target_length) for name in ("pi", "ntk", "yarn")}
-        draw_factors({**named, factors.method: factors}, output / "factors.png")
-    except MissingExtraError as error:
-        warn(str(error))
 
 
 def _device_name(device: torch.device) -> str:
