@@ -10,9 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longrope2 import calibration
 from longrope2.books import read_books
-from longrope2.calibration import TOLERANCE, CalibrationConfig, calibrate, conclusion, recommend, run_calibrate
+from longrope2.calibration import command, measure
+from longrope2.calibration.command import run_calibrate
+from longrope2.calibration.measure import CalibrationConfig, calibrate
+from longrope2.calibration.rule import TOLERANCE, conclude, in_words, recommend
 from longrope2.errors import DataError, FactorsError, LongRopeError
 from longrope2.files import only_one
 from longrope2.generation import load as load_switching
@@ -65,11 +67,11 @@ def test_the_result_is_json_and_speaks_of_it(result):
     again = json.loads(json.dumps(result, allow_nan=False))
     assert again["config"]["documents"] == 2
     assert again["factors"]["method"] == "yarn"
-    assert f"recommended switch length: {result['switch_length']:,}" in conclusion(result)
+    assert f"recommended switch length: {result['switch_length']:,}" in in_words(result)
 
 
 def test_an_interrupted_calibration_goes_on_to_the_same_result(result, tiny, factors, tmp_path, monkeypatch, capsys):
-    score, scored = calibration._score, []
+    score, scored = measure._score, []
 
     def counted(*arguments):
         if len(scored) == 5:
@@ -77,12 +79,12 @@ def test_an_interrupted_calibration_goes_on_to_the_same_result(result, tiny, fac
         scored.append(arguments)
         return score(*arguments)
 
-    monkeypatch.setattr(calibration, "_score", counted)
+    monkeypatch.setattr(measure, "_score", counted)
     with pytest.raises(KeyboardInterrupt):
         calibrate(tiny, factors, CONFIG, tmp_path)
     with (tmp_path / "scores.jsonl").open("a") as file:
         file.write('{"type": "score", "key": "288/lo')  # what a kill leaves of a line
-    monkeypatch.setattr(calibration, "_score", lambda *arguments: scored.append(arguments) or score(*arguments))
+    monkeypatch.setattr(measure, "_score", lambda *arguments: scored.append(arguments) or score(*arguments))
     assert calibrate(tiny, factors, CONFIG, tmp_path) == result
     assert len(scored) == 3 * 2 * 2
     renamed = replace(tiny, info=replace(tiny.info, name="elsewhere/tiny"))
@@ -113,6 +115,10 @@ class TestTheRule:
     def test_an_original_rope_that_reaches_further(self):
         found = recommend({128: (-1.0, 0.1), 256: (-1.0, 0.1), 320: (-0.5, 0.1), 512: (2.0, 0.1)}, 256)
         assert found.switch_length == 320
+
+    def test_a_worse_length_between_two_good_ones_is_not_called_as_good(self):
+        found = recommend({100: (-1.0, 0.0), 200: (0.5, 0.0), 300: (-0.5, 0.0), 400: (0.001, 0.0)}, 300)
+        assert (found.switch_length, found.lowest, found.highest) == (300, 300, 400)
 
     def test_a_large_gain_that_is_not_certain_changes_nothing(self):
         assert recommend({128: (-0.1, 0.01), 256: (1.0, 0.6)}, 256).switch_length == 256
@@ -153,7 +159,7 @@ class TestTheCommand:
 
         assert not (tmp_path / "out" / "scores.jsonl").exists()
 
-        monkeypatch.setattr(calibration, "calibrate", lambda *_: {**result, "switch_length": 192})
+        monkeypatch.setattr(command, "calibrate", lambda *_: {**result, "switch_length": 192})
         run_calibrate(str(folder), **self.options(store=True, as_json=True))
         assert json.loads(capsys.readouterr().out)["switch_length"] == 192
         assert load_switching(folder, device="cpu").longrope2.switch_length == 192
@@ -176,7 +182,7 @@ class TestTheCommand:
         ],
     )
     def test_refusals_before_weights_are_loaded(self, changes, message, factors, tmp_path, monkeypatch):
-        monkeypatch.setattr(calibration, "load", lambda *_: pytest.fail("weights were loaded"))
+        monkeypatch.setattr(command, "load", lambda *_: pytest.fail("weights were loaded"))
         factors.save(tmp_path / "f.json")
         (tmp_path / "calibration.json").mkdir()
         if changes.get("output") == "TAKEN":
@@ -189,7 +195,7 @@ class TestTheCommand:
         with pytest.raises(FactorsError, match="one RoPE for every length: there is nothing to switch"):
             calibrate(tiny, one, CONFIG)
         one.save(tmp_path / "f.json")
-        monkeypatch.setattr(calibration, "load", lambda *_: pytest.fail("weights were loaded"))
+        monkeypatch.setattr(command, "load", lambda *_: pytest.fail("weights were loaded"))
         with pytest.raises(FactorsError, match="there is nothing to switch"):
             run_calibrate("tiny", **self.options(factors_file=tmp_path / "f.json"))
 
@@ -203,13 +209,13 @@ class TestTheCommand:
         assert capsys.readouterr().err == ""
 
     def test_results_are_shown_even_if_they_cannot_be_kept(self, result, tmp_path, capsys, monkeypatch):
-        monkeypatch.setattr(calibration, "load", lambda *_: None)
+        monkeypatch.setattr(command, "load", lambda *_: None)
 
         def measure(*_):
             (tmp_path / "calibration.json").mkdir()  # a file cannot take its name any more
             return result
 
-        monkeypatch.setattr(calibration, "calibrate", measure)
+        monkeypatch.setattr(command, "calibrate", measure)
         rescale("yarn", describe("tiny").rope, 1024).save(tmp_path / "f.json")
         with pytest.raises(LongRopeError, match="cannot be written"):
             run_calibrate("tiny", **self.options(factors_file=tmp_path / "f.json", output=tmp_path))
@@ -231,6 +237,6 @@ def test_a_model_that_does_not_retrieve_is_told(factors, capsys):
     points = [
         {"length": 256, "gain": 0.1, "gain_error": 0.2, "original": {"worst": 0.0}, "long": {"worst": 0.0}},
     ]
-    found = calibration._conclusions(points, factors.original_length)
+    found = conclude(points, factors.original_length)
     assert (found["original_stops"], found["long_better_from"]) == (256, None)
     assert "take the recommendation as a guess" in capsys.readouterr().err

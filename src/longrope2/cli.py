@@ -383,7 +383,7 @@ def calibrate(model: str, factors: Path | None, **options: Any) -> None:
     after an interruption, with the same options, and it goes on where it was.
     """
     with _resumable() if options["output"] else nullcontext():
-        from longrope2.calibration import run_calibrate
+        from longrope2.calibration.command import run_calibrate
 
         run_calibrate(model, factors_file=factors, **options)
 

@@ -1,4 +1,4 @@
-"""Where to switch: needle retrieval with the original and with the long RoPE, length by length."""
+"""The answers of needle documents under the original RoPE and under the long one, length by length."""
 
 import math
 import statistics
@@ -9,25 +9,14 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from longrope2.books import read_books
-from longrope2.console import ProgressLine, say, show_json, show_table, warn
-from longrope2.errors import (
-    DataError,
-    FactorsError,
-    LongRopeError,
-    MissingExtraError,
-    all_problems,
-    below_minimum,
-    out_of_range,
-)
+from longrope2.calibration.rule import conclude
+from longrope2.console import ProgressLine, say
+from longrope2.errors import DataError, FactorsError, LongRopeError, all_problems, below_minimum, out_of_range
 from longrope2.factors import RescaleFactors
-from longrope2.figures import draw_calibration
-from longrope2.files import check_writable, only_one, package_versions, write_json
-from longrope2.generation.saved import carries_factors, read_factors, store_switch_length
+from longrope2.files import only_one, package_versions
 from longrope2.journal import JournalFile
-from longrope2.models import LoadedModel, check_factors, describe, load, load_tokenizer, weights_fingerprint
+from longrope2.models import LoadedModel, weights_fingerprint
 from longrope2.needles import (
     MOST_DOCUMENTS,
     NeedleDocument,
@@ -40,12 +29,7 @@ from longrope2.perplexity import Score, Scorer, scoring
 
 FRACTIONS = (0.25, 0.5, 0.75, 0.875, 1.0, 1.25, 1.5, 2.0)
 """The lengths measured unless others are named, in original windows."""
-CONFIDENCE, TOLERANCE = 2.0, 0.01
-"""Results count as the same within so many standard errors and nats per token: a model that is sure of its answers
-has errors so small that the former alone would tell 0.00002 from 0.00004."""
-RESULT, SCORES = "calibration.json", "scores.jsonl"
-RETRIEVES = 0.5
-"""The share of exact answers, at the depth where it is least, from which on a RoPE retrieves."""
+SCORES = "scores.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,48 +64,6 @@ class CalibrationConfig:
         return sorted({length for length in (*wanted, window) if length <= factors.target_length})
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recommendation:
-    """A switch length, and how far the measurement can tell it from others."""
-
-    switch_length: int
-    lowest: int
-    highest: int
-    """The measured lengths that are as good, within the error."""
-
-
-def is_more(difference: float, error: float) -> bool:
-    """Whether a difference in NLL is beyond its error, and large enough to matter."""
-    return difference > CONFIDENCE * error + TOLERANCE
-
-
-def recommend(gains: Mapping[int, tuple[float, float]], original_length: int) -> Recommendation:
-    """The rule. `gains`: by length, the answer's NLL under the original RoPE less that under the long one.
-
-    Each gain comes with its standard error. A switch length S pays the original RoPE's NLL at the measured
-    lengths up to S and the long one's beyond. Of all measured lengths that are as good as the best one, within
-    the errors, the one nearest to the original window is taken: the paper's choice stands unless the numbers
-    speak against it.
-    """
-    lengths = sorted(gains)
-
-    def excess(worse: int, better: int) -> tuple[float, float]:
-        """How much more NLL one switch length pays than another, and the error of that."""
-        low, high = sorted((worse, better))
-        between = [gains[length] for length in lengths if low < length <= high]
-        sign = 1 if worse > better else -1
-        return sign * sum(gain for gain, _ in between), math.hypot(*(error for _, error in between))
-
-    best = min(lengths, key=lambda length: excess(length, lengths[0])[0])
-    as_good = []
-    for length in lengths:
-        more, error = excess(length, best)
-        if not is_more(more, error):
-            as_good.append(length)
-    nearest = min(as_good, key=lambda length: abs(length - original_length))
-    return Recommendation(switch_length=nearest, lowest=min(as_good), highest=max(as_good))
-
-
 def calibrate(
     loaded: LoadedModel, factors: RescaleFactors, config: CalibrationConfig, output: Path | None = None
 ) -> dict[str, Any]:
@@ -129,7 +71,7 @@ def calibrate(
 
     What is scored goes into the folder `output` at once, and is taken from there by a run that goes on.
     """
-    _require_switch(factors)
+    require_switch(factors)
     config.check(factors.target_length, loaded.tokenizer)
     subject = {
         "model": loaded.info.name,
@@ -165,7 +107,7 @@ def calibrate(
         "method": factors.method,
         "original_length": factors.original_length,
         "target_length": factors.target_length,
-        **_conclusions(points, factors.original_length),
+        **conclude(points, factors.original_length),
         "points": points,
         **subject,
         "versions": package_versions("torch", "transformers"),
@@ -201,97 +143,8 @@ def one_sided(factors: RescaleFactors) -> dict[str, RescaleFactors]:
     }
 
 
-def run_calibrate(
-    model: str,
-    *,
-    factors_file: Path | None,
-    output: Path | None,
-    store: bool,
-    as_json: bool,
-    **options: Any,
-) -> None:
-    """`longrope2 calibrate`: measure, write, store if asked, and print."""
-    factors = None if factors_file is None else RescaleFactors.load(factors_file)
-    info = describe(model, original_length=factors.original_length if factors else None)
-    config = CalibrationConfig(**{name: value for name, value in options.items() if value is not None})
-    if store and (factors is not None or not (Path(info.location) / "config.json").is_file()):
-        raise LongRopeError(
-            "--store writes into the config.json of a folder that has its own factors",
-            hint="leave out --store and pass the switch length to `longrope2 generate --switch-length`",
-        )
-    # Before an 8B model is loaded for nothing.
-    if factors is not None:
-        _require_switch(factors)
-        check_factors(factors, info)
-    elif not carries_factors(info):
-        raise FactorsError(f"no factors were given, and {model} has none of its own", hint="pass --factors FILE")
-    config.check(factors.target_length if factors else info.reading.window, load_tokenizer(info))
-    if output is not None:
-        check_writable(output / RESULT)
-    loaded = load(info)
-    try:
-        result = calibrate(loaded, factors or read_factors(loaded.model.config), config, output)
-    except torch.OutOfMemoryError as error:
-        raise LongRopeError(
-            f"out of memory ({loaded.model.dtype} on {loaded.model.device})", hint="name shorter --lengths"
-        ) from error
-    # On the screen first: a disk that is full takes nothing back.
-    if as_json:
-        show_json(result)
-    else:
-        show(result)
-    if output is not None:
-        write_json(output / RESULT, result)
-        (output / SCORES).unlink(missing_ok=True)  # they are in the result
-        _draw(output, result)
-    if store:
-        store_switch_length(Path(info.location), result["switch_length"])
-        say(f"stored switch length {result['switch_length']:,} in {info.location}")
-
-
-def show(result: Mapping[str, Any]) -> None:
-    """Print a calibration as a table with its conclusions."""
-    rows = [
-        [
-            f"{point['length']:,}",
-            *(
-                text
-                for side in ("original", "long")
-                for text in (f"{point[side]['nll']:.3f}", f"{point[side]['exact']:.0%}", f"{point[side]['worst']:.0%}")
-            ),
-            f"{point['gain']:+.3f} ± {point['gain_error']:.3f}",
-        ]
-        for point in result["points"]
-    ]
-    columns = ["tokens", *(f"{side} {what}" for side in ("original", "long") for what in ("NLL", "exact", "worst"))]
-    show_table(
-        f"{result['model']}: answers of needle documents under the original RoPE and the long one ({result['method']})",
-        [*columns, "long better by"],
-        rows,
-        caption="NLL: nats per answer token; exact: answers right in every token; worst: the same at the depth where "
-        f"it is least; ±: one standard error over {result['config']['documents']} documents\n" + conclusion(result),
-    )
-
-
-def conclusion(result: Mapping[str, Any]) -> str:
-    """The recommendation in words."""
-    stops, better = result["original_stops"], result["long_better_from"]
-    lines = [
-        "the original RoPE retrieves at every measured length"
-        if stops is None
-        else f"the original RoPE stops retrieving at {stops:,} tokens",
-        "the long RoPE is not better at the longest measured length"
-        if better is None
-        else f"the long RoPE is better from {better:,} tokens on",
-        f"recommended switch length: {result['switch_length']:,}",
-    ]
-    low, high = result["as_good_from"], result["as_good_to"]
-    if low != high:
-        lines[-1] += f" (of the measured lengths, those from {low:,} to {high:,} are as good within the error)"
-    return "\n".join(lines)
-
-
-def _require_switch(factors: RescaleFactors) -> None:
+def require_switch(factors: RescaleFactors) -> None:
+    """Refuse factors that are one RoPE for every length."""
     if not factors.switches:
         raise FactorsError(
             f"these factors (method {factors.method!r}) are one RoPE for every length: there is nothing to switch",
@@ -361,37 +214,6 @@ def _worst_depth(depths: Sequence[float], scores: Sequence[Score]) -> float:
         statistics.fmean(score.exact for at, score in zip(depths, scores, strict=True) if at == depth)
         for depth in set(depths)
     )
-
-
-def _conclusions(points: Sequence[Mapping[str, Any]], original_length: int) -> dict[str, Any]:
-    gains = {point["length"]: (point["gain"], point["gain_error"]) for point in points}
-    found = recommend(gains, original_length)
-    failing = [point["length"] for point in points if point["original"]["worst"] < RETRIEVES]
-    better_from = None
-    for length in sorted(gains, reverse=True):
-        gain, error = gains[length]
-        if not is_more(gain, error):
-            break
-        better_from = length
-    if failing and failing[0] == points[0]["length"]:
-        warn(
-            f"under its original RoPE the model does not retrieve at {failing[0]:,} tokens, the shortest length "
-            "measured: take the recommendation as a guess"
-        )
-    return {
-        "switch_length": found.switch_length,
-        "as_good_from": found.lowest,
-        "as_good_to": found.highest,
-        "original_stops": failing[0] if failing else None,
-        "long_better_from": better_from,
-    }
-
-
-def _draw(output: Path, result: Mapping[str, Any]) -> None:
-    try:
-        draw_calibration(result, output / "calibration.png")
-    except MissingExtraError as error:
-        warn(f"no figure: {error}")
 
 
 def _quiet(_: str) -> None:
