@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from longrope2.books import Book, long_enough
+from longrope2.codec import Codec
 from longrope2.errors import DataError, all_problems
 
 if TYPE_CHECKING:
@@ -36,7 +37,6 @@ ATTEMPTS = 12
 # After so many failed draws a document leaves its own book for the next one.
 ATTEMPTS_IN_OWN_BOOK = 4
 WORD_START = re.compile(r"(?<=\s)\S")
-SENTENCE_END = re.compile(r"[.!?][\"'”’)]*\s*$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +151,7 @@ def make_needles(
     depths = (depth,) if isinstance(depth, int | float) else depth
     _check_arguments(count, seed, depths, value_digits)
     note = note or (lambda message: None)
-    codec = _Codec(tokenizer)
+    codec = Codec(tokenizer)
     shelf = _Shelf(codec, books, length=length, seed=seed, note=note)
     maker = _Maker(codec=codec, shelf=shelf, template=template, length=length, value_digits=value_digits, around=around)
     documents: list[NeedleDocument] = []
@@ -176,7 +176,7 @@ def documents_digest(documents: Iterable[NeedleDocument]) -> str:
 
 def check_length(tokenizer: "PreTrainedTokenizerBase", length: int, *, around: int = 0) -> None:
     """Raise the error of `make_needles` about too small a length, as far as a sample tells; reads no book."""
-    largest = _largest_frame(_Codec(tokenizer), PAPER_TEMPLATE, value_digits=7)
+    largest = _largest_frame(Codec(tokenizer), PAPER_TEMPLATE, value_digits=7)
     if length <= largest:
         raise _too_short(length, largest, around)
 
@@ -211,77 +211,11 @@ def _check_arguments(count: int, seed: int, depths: Sequence[float] | str, value
         raise DataError(all_problems("needle documents", problems), hint="see help(longrope2.needles.make_needles)")
 
 
-def opens_with_bos(tokenizer: "PreTrainedTokenizerBase") -> bool:
-    """The tokenizer's own rule: many have a BOS token and do not put it before a text."""
-    return tokenizer.bos_token_id is not None and tokenizer.bos_token_id in tokenizer("x").input_ids[:1]
-
-
-class _Codec:
-    """One tokenizer: text to ids as they stand in a given place, and ids back to text."""
-
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
-        self.tokenizer = tokenizer
-        self.bos: int | None = tokenizer.bos_token_id
-        self.opening: list[int] = [self.bos] if self.bos is not None and opens_with_bos(tokenizer) else []
-
-    def ids(self, text: str, *, after: str = "") -> list[int]:
-        """The ids of `text` in the middle of a text; at its very start where `after` is empty.
-
-        Some tokenizers put a space before whatever they are given; `after` takes that space upon itself.
-        """
-        before, whole = self._encode(after), self._encode(after + text)
-        return whole[len(before) :] if whole[: len(before)] == before else self._encode(text)
-
-    def text(self, ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-    def _encode(self, text: str) -> list[int]:
-        # A book that speaks of "<s>" means the three characters, not the special token.
-        return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False).input_ids
-
-    def split_answer(self, prompt: str, value: str) -> tuple[list[int], list[int]]:
-        """The ids of the prompt and of the value after it, where no token belongs to both."""
-        space = "" if prompt[-1].isspace() else " "
-        prompt_ids = self.ids(prompt, after="a")
-        prompt_text = self.text(prompt_ids).rstrip()
-        # As one text first, since that is what a model has seen; apart where a token would span the seam.
-        apart = prompt_ids + self.ids(space + value, after="a")
-        for ids in (self.ids(prompt + space + value, after="a"), apart):
-            # The shortest tail that reads as the value: a lone space before it belongs to the prompt.
-            for start in range(len(ids) - 1, max(0, len(ids) - len(value) - 2), -1):
-                if self.text(ids[start:]).strip() == value and self.text(ids[:start]).rstrip() == prompt_text:
-                    return ids[:start], ids[start:]
-        raise DataError(
-            f"the tokenizer has no separate tokens for the answer {value!r}: it reads back "
-            f"{self.text(apart)!r} for {prompt + space + value!r}",
-            hint="needle documents need a tokenizer that can write digits",
-        )
-
-    def place(self, ids: Sequence[int], depth: float) -> int:
-        """The index near `depth` to insert a sentence at: where a sentence ends if one does, or a word."""
-        wanted = round(depth * len(ids))
-        if depth in (0.0, 1.0):
-            return wanted
-        # Half a percent of the text, but enough to meet a word in a short one.
-        reach = min(128, max(16, len(ids) // 200))
-        nearby = range(max(1, wanted - reach), min(len(ids), wanted + reach + 1))
-        words = []
-        for index in sorted(nearby, key=lambda index: abs(index - wanted)):
-            # Decoders drop the space before the first token they see, so both texts start a little earlier.
-            before = self.text(ids[max(0, index - 8) : index])
-            through = self.text(ids[max(0, index - 8) : index + 1])
-            if through.startswith(before) and through[len(before) :][:1].isspace():
-                if SENTENCE_END.search(before):
-                    return index
-                words.append(index)
-        return words[0] if words else wanted
-
-
 class _Shelf:
     """The books of at least `length` tokens in seeded order, looked at only when their turn comes."""
 
     def __init__(
-        self, codec: _Codec, books: Iterable[Book], *, length: int, seed: int, note: Callable[[str], None]
+        self, codec: Codec, books: Iterable[Book], *, length: int, seed: int, note: Callable[[str], None]
     ) -> None:
         given = list(dict.fromkeys(books))
         order = np.random.default_rng([seed, 0]).permutation(len(given))
@@ -348,7 +282,7 @@ class _Frame:
 class _Maker:
     """Makes one document at a time."""
 
-    codec: _Codec
+    codec: Codec
     shelf: _Shelf
     template: NeedleTemplate
     length: int
@@ -404,7 +338,7 @@ class _Maker:
         )
 
 
-def _frame(codec: _Codec, template: NeedleTemplate, key: str, value: str, *, needle_first: bool) -> _Frame:
+def _frame(codec: Codec, template: NeedleTemplate, key: str, value: str, *, needle_first: bool) -> _Frame:
     """Tokenise the fixed sentences and see that they read back with key and value whole."""
     line = "\n" if template.instruction else ""
     sentence = template.needle.replace("{key}", key).replace("{value}", value)
@@ -427,7 +361,7 @@ def _frame(codec: _Codec, template: NeedleTemplate, key: str, value: str, *, nee
     )
 
 
-def _largest_frame(codec: _Codec, template: NeedleTemplate, value_digits: int) -> int:
+def _largest_frame(codec: Codec, template: NeedleTemplate, value_digits: int) -> int:
     """The most tokens that the sentences take, over keys of the longest words and a sample of values."""
 
     def tokens(key: str) -> int:

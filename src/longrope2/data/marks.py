@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from longrope2.codec import opens_with_bos
 from longrope2.errors import DataError
-from longrope2.needles import opens_with_bos
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

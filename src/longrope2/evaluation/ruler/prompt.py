@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from longrope2.codec import opens_with_bos
 from longrope2.errors import DataError
-from longrope2.needles import opens_with_bos
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
