@@ -28,7 +28,8 @@ class Codec:
     def ids(self, text: str, *, after: str = "") -> list[int]:
         """The ids of `text` in the middle of a text; at its very start where `after` is empty.
 
-        Some tokenizers put a space before whatever they are given; `after` takes that space upon itself.
+        Some tokenizers (SentencePiece's) put a space before the first word they are given. So `after` is encoded in
+        front of the text and its ids are cut off again: the space, if any, went to it.
         """
         before, whole = self._encode(after), self._encode(after + text)
         return whole[len(before) :] if whole[: len(before)] == before else self._encode(text)

@@ -244,7 +244,10 @@ class _Shelf:
             need = math.ceil(1.02 * need * budget / max(1, len(ids)))
 
     def _count_tokens(self, text: str) -> int:
-        """The tokens of `text`, in two digits where that is enough to tell whether it is long enough."""
+        """The tokens of `text`: exact where it may be just too short, elsewhere a quick estimate from samples.
+
+        The estimate has two digits, since it stands in messages and claims no more than it knows.
+        """
         about = len(text) / self._characters_per_token(text)
         if 0.7 * self._length < about < 1.3 * self._length:
             return len(self._codec.ids(text))

@@ -20,11 +20,11 @@ Task = tuple[str, int]
 """A candidate's key and a document's index."""
 
 NEIGHBOURS = 16
-"""How many similar candidates tell how much a difference varies between documents."""
+"""How many candidates of a similar slope are pooled to know how single documents scatter around it."""
 SCOUTS = 3
 """How many of the first candidates find out which documents tell most."""
 LEAST_SCALE = 0.1
-"""No document is thought to tell less than this, however few candidates have seen it."""
+"""Least scale of a document, relative to the average one: the few candidates seen so far may agree on it by chance."""
 
 
 @dataclass
@@ -171,7 +171,8 @@ class Race:
         if self.confidence:  # zero times an unknown, infinite spread is no number
             row = scores.table[key]
             unseen = [document for document in range(scores.num_documents) if document not in row]
-            # What unseen documents may differ by themselves, and through an error of the slope all together.
+            # The variance of the estimate, in units of spread²: each unseen document scatters around the slope by
+            # itself, and an error of the slope, which was fitted to the documents seen, moves all of them together.
             own = len(unseen)
             shared = sum(scales[d] for d in unseen) ** 2 / sum(scales[d] ** 2 for d in row)
             spread = self._spread(scores.slope(key, reference, scales), slopes)
@@ -193,7 +194,10 @@ class Race:
 
     @staticmethod
     def _spread(slope: float, slopes: Sequence[tuple[float, float, int]]) -> float:
-        """The standard deviation around the proportion, pooled over candidates of a similar slope."""
+        """How far single documents lie from slope times scale: a standard deviation, pooled over similar candidates.
+
+        A candidate's own few documents would not tell; those as good or bad as it scatter alike.
+        """
         near = sorted(slopes, key=lambda other: abs(other[0] - slope))[:NEIGHBOURS]
         freedom = sum(degrees for _, _, degrees in near)
         return math.sqrt(sum(squares for _, squares, _ in near) / freedom) if freedom else math.inf

@@ -163,7 +163,7 @@ def needle_documents(
 def _held_out_documents(
     loaded: LoadedModel, config: SearchConfig, *, note: Callable[[str], None]
 ) -> list[NeedleDocument]:
-    """Other keys, values and places in the books than the searched documents have."""
+    """Documents of another seed from the same books: keys, values and places are drawn anew."""
     if not config.held_out:
         return []
     seed = config.evolution.seed + HELD_OUT_SEED

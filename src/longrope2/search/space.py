@@ -188,7 +188,8 @@ class SearchSpace:
     ) -> tuple[float, ...]:
         """Redraw each factor with probability p between its neighbours.
 
-        The pass goes either way at random: from the left factors can only fall, from the right only rise.
+        A pass from the left can only lower factors that were equal, one from the right only raise them; the direction
+        is drawn, so that neither has the upper hand.
         """
         changed = [min(max(value, lower), upper) for value in values]
         order = range(len(changed)) if rng.random() < 0.5 else range(len(changed) - 1, -1, -1)

@@ -155,7 +155,8 @@ def train(
                 results.append(result)
                 report(result)
                 evaluate(mixed, step + 1)
-                stopping = any(here.gather_all(interrupt.asked))  # all together, or a checkpoint would wait for one
+                # All processes stop at the same step: a checkpoint needs every one of them.
+                stopping = any(here.gather_all(interrupt.asked))
                 if stopping or (step + 1) % config.save_every == 0 or step + 1 == config.steps:
                     checkpoints.save(step + 1, mixed, optimizer, record)
                 if stopping:

@@ -65,7 +65,7 @@ class MixedWindowModel(nn.Module):
         super().__init__()
         self.model = model
         self._loss = loss
-        self._steering = (rotary,)  # in a tuple: it is part of the model already
+        self._steering = (rotary,)  # in a tuple, or torch would list it a second time: it is a part of `model`
 
     @contextmanager
     def rows_of(self, batch: Batch) -> Iterator[None]:

@@ -20,8 +20,8 @@ from longrope2.training.mixed import Batch, MixedWindowModel
 def shard(mixed: MixedWindowModel, here: World) -> None:
     """Spread weights, gradients and optimizer state over all processes, layer by layer.
 
-    Master weights stay float32; on GPUs they are gathered, and layers computed, in bfloat16. That is wanted on a
-    single GPU, too, which then is a world of its own.
+    Master weights stay float32; on GPUs they are gathered, and layers computed, in bfloat16. A single GPU computes in
+    bfloat16 the same way, so it is made a world of one process.
     """
     device = next(mixed.parameters()).device.type
     if here.num_processes == 1 and device == "cpu":

@@ -52,7 +52,8 @@ class Retrieval:
         count, processes = len(self._documents), self._here.num_processes
         scores = []
         with scoring(model, self._factors) as scorer:
-            # Sharded weights travel, so all take as many turns; who has nothing left repeats the last one.
+            # Every forward pass gathers weights from all processes, so all must take equally many turns; one that
+            # has no document left scores the last one again, and nobody reads the result.
             for turn in range(-(-count // processes)):
                 document = self._documents[min(turn * processes + self._here.process, count - 1)]
                 scores += scorer(self._factors, [document])
@@ -76,7 +77,10 @@ def _resting(mixed: MixedWindowModel) -> Iterator[None]:
 
 
 def _as_forward(mixed: Any, work: Callable[[], list[Score]]) -> list[Score]:
-    """Do something that sharding does not know as a forward pass, with the weights at hand as in one."""
+    """Run `work` as if it were a forward pass of the sharded model.
+
+    FSDP gathers weights only around methods it knows as forward passes, so the work becomes such a method for once.
+    """
     mixed.score_needles = lambda _: work()
     try:
         register_fsdp_forward_method(mixed, "score_needles")
