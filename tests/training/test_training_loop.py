@@ -124,6 +124,14 @@ def test_old_checkpoints_go(tmp_path):
     assert record["config"]["batch_rows"] == 2
 
 
+def test_what_a_kill_left_of_an_old_checkpoint_goes(tmp_path):
+    run(tmp_path, keep=2)
+    old = shutil.copytree(tmp_path / "checkpoints" / "step-00000004", tmp_path / "checkpoints" / "step-00000002")
+    next(old.glob("*.distcp")).unlink()
+    run(tmp_path, keep=2)  # has no step to do, and so saves nothing
+    assert checkpoints(tmp_path) == ["step-00000004", "step-00000006"]
+
+
 @pytest.mark.parametrize("damage", ["cut", "flip", "remove", "record"])
 def test_a_damaged_checkpoint_is_passed_over(tmp_path, damage, capsys):
     whole, _ = run(tmp_path / "whole")

@@ -88,9 +88,7 @@ class Checkpoints:
         _sync(temporary)
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
-        # Later ones were passed over as damaged; they must not count, or good ones would go in their place.
-        for old in [step for step in self._steps() if step <= record["step"]][: -self._keep]:
-            shutil.rmtree(self._folder / step_name(old))
+        self._remove_old(record["step"])
 
     def load_latest(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any] | None:
         """Restore the newest whole checkpoint and return its record; None where there is none."""
@@ -113,8 +111,15 @@ class Checkpoints:
                 options=StateDictOptions(strict=True),
             )
             record: dict[str, Any] = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+            if self._here.is_main:
+                self._remove_old(step)  # a kill may have come before, or in the middle
             return record
         return None
+
+    def _remove_old(self, newest: int) -> None:
+        # Later ones were passed over as damaged; they must not count, or good ones would go in their place.
+        for old in [step for step in self._steps() if step <= newest][: -self._keep]:
+            shutil.rmtree(self._folder / step_name(old))
 
     def _steps(self) -> list[int]:
         if not self._folder.is_dir():
