@@ -63,17 +63,17 @@ class ProgressLine:
         self._started = self._printed = time.monotonic()
         self._live = sys.stderr.isatty()
 
-    def update(self, done: int, text: str = "") -> None:
-        """Tell that `done` of the total is behind us."""
+    def update(self, done: float, text: str = "", *, always: bool = False) -> None:
+        """Tell that `done` of the total is behind us; a log gets this line in any case if `always`."""
         now = time.monotonic()
         finished = done >= self._total
-        if not self._live and not finished and now - self._printed < self._log_every:
+        if not self._live and not finished and not always and now - self._printed < self._log_every:
             return
         self._printed = now
         elapsed = now - self._started
         left = elapsed / done * (self._total - done) if done else 0.0
         clock = f"{duration(elapsed)} taken" if finished else f"{duration(elapsed)}, {duration(left)} left"
-        line = f"{self._label} {done}/{self._total} [{clock}] {text}".rstrip()
+        line = f"{self._label} {int(done)}/{self._total} [{clock}] {text}".rstrip()
         if self._live:
             end = "\n" if finished else ""
             print(f"\r\x1b[2K{line}", end=end, file=sys.stderr, flush=True)

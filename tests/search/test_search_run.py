@@ -276,6 +276,20 @@ def test_the_table_is_data_and_the_rest_is_talk(reference):
 # Interruptions
 
 
+def test_it_tells_of_every_document_and_not_of_iterations_alone(tiny, books, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("longrope2.search.progress.LOG_SECONDS", 0.0)
+    options = ["--target-length", TARGET, *SMALLEST, "--held-out", 1]
+    code, _, talk = command_line(monkeypatch, capsys, "search", "tiny", *options, "-o", tmp_path)
+    assert code == 0
+    lines = [line for line in talk.splitlines() if line.startswith("search ")]
+    assert lines[0].startswith("search 0/2 [")
+    assert lines[0].endswith("left] first population: 1 scored")
+    assert any("iteration 1: 1 scored" in line for line in lines)
+    # Every closed form on a searched and a held-out document, and what was found on the latter.
+    forms = len(METHODS) - 1
+    assert f"closed forms, evaluations {2 * forms + 1}/{2 * forms + 1} [" in talk
+
+
 def test_a_killed_search_goes_on_where_it_was(reference, tmp_path, monkeypatch, capsys):
     process = start(tmp_path, "-m", "longrope2", "search", "tiny", *OPTIONS, "-o", "out")
     folder = tmp_path / "out"
@@ -527,22 +541,23 @@ def test_processes_that_share_one_model_find_what_one_finds(reference, together)
 
 def test_what_rotates_alike_is_scored_once():
     space = SearchSpace(spec=describe("tiny").rope, target_length=TARGET)
-    form, scored = space.closed_form("yarn"), []
+    form, scored, told = space.closed_form("yarn"), [], []
 
     def scorer(factors, documents):
         scored.extend(documents)
         return [Score(float(len(scored)), 2, True)]
 
-    evaluate = search_run._evaluator(scorer, space, ["one", "other"], Journal(None, {}), ALONE)
+    evaluate = search_run._evaluator(scorer, space, ["one", "other"], Journal(None, {}), ALONE, scored=told.append)
     found = replace(form, origin="mutation")  # as a search may come upon it
     assert evaluate([(form, 0), (form, 1), (found, 0)]) == [1.0, 2.0, 1.0]
     assert scored == ["one", "other"]
+    assert told == [1, 1, 1]  # what is known already, then each as it comes
 
 
 def test_only_the_main_process_talks(together):
     table, talk = ((together / name).read_text() for name in ("stdout", "stderr"))
     assert table.count("longrope2 (searched)") == 2
-    assert talk.count("scoring closed-form methods") == 2
+    assert sum(line.startswith("closed forms") and "taken]" in line for line in talk.splitlines()) == 2
     assert talk.count("within its window, 256 tokens") == 3
 
 

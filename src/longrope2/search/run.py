@@ -11,7 +11,7 @@ import torch
 
 from longrope2 import __version__
 from longrope2.books import read_books
-from longrope2.console import say, warn
+from longrope2.console import ProgressLine, say, warn
 from longrope2.distributed import World, world
 from longrope2.errors import LongRopeError
 from longrope2.factors import RescaleFactors
@@ -58,11 +58,15 @@ def search(loaded: LoadedModel, config: SearchConfig, output: Path | None, here:
                 # The whole first group: processes that share a model can only run it together.
                 window = _try_own_window(loaded, config, scorer, baseline, here) if here.rank == 0 else []
             with scoring(loaded.model, baseline, objective=config.objective, compiled=config.compiled) as scorer:
-                evaluate = _evaluator(scorer, space, documents, journal, here)
-                reporter = Reporter(config.evolution.iterations, tokens, output, journal) if here.is_main else _quiet
-                outcome = evolve(space, config.evolution, len(searched), evaluate, journal=journal, report=reporter)
-                say_here("scoring closed-form methods on the same documents")
+                reporter = Reporter(config.evolution, len(searched), tokens, output, journal) if here.is_main else None
+                evaluate = _evaluator(
+                    scorer, space, documents, journal, here, scored=reporter.scored if reporter else _quiet
+                )
+                report = reporter or _quiet
+                outcome = evolve(space, config.evolution, len(searched), evaluate, journal=journal, report=report)
                 forms = {name: space.closed_form(name) for name in METHODS if name != "longrope2"}
+                counted = _counted(len(forms) * len(documents) + len(held_out)) if here.is_main else _quiet
+                evaluate = _evaluator(scorer, space, documents, journal, here, scored=counted)
                 methods = _totals(forms, range(len(searched)), evaluate)
                 unseen = _totals({"searched": outcome.best, **forms}, range(len(searched), len(documents)), evaluate)
     except torch.OutOfMemoryError as error:
@@ -235,17 +239,26 @@ def _try_own_window(
 
 
 def _evaluator(
-    scorer: Scorer, space: SearchSpace, documents: Sequence[NeedleDocument], journal: Journal, here: World
+    scorer: Scorer,
+    space: SearchSpace,
+    documents: Sequence[NeedleDocument],
+    journal: Journal,
+    here: World,
+    *,
+    scored: Callable[[int], None],
 ) -> Callable[[Sequence[tuple[Genome, int]]], list[float]]:
     """NLL of (genome, document) tasks: from the journal, or computed, one task a process at a time.
 
-    One document at a time, so that a result never depends on what else was scored with it.
+    One document at a time, so that a result never depends on what else was scored with it. `scored` hears how many
+    tasks are done.
     """
 
     def evaluate(tasks: Sequence[tuple[Genome, int]]) -> list[float]:
         # Once each: what a search found may rotate just as a closed form does.
         unique = {(genome.key(), document): (genome, document) for genome, document in tasks}
         missing = [task for key, task in unique.items() if key not in journal.known]
+        if len(missing) < len(tasks):
+            scored(len(tasks) - len(missing))
         for begin in range(0, len(missing), here.size):
             turn = missing[begin : begin + here.size]
             score: Score | None = None
@@ -254,9 +267,22 @@ def _evaluator(
                 score = scorer(space.rescale_factors(genome), [documents[document]])[0]
             for (genome, document), found in zip(turn, here.gather(score), strict=False):
                 journal.record(genome.key(), document, found.nll, tokens=found.num_tokens, exact=found.exact)
+            scored(len(turn))
         return [journal.known[genome.key(), document] for genome, document in tasks]
 
     return evaluate
+
+
+def _counted(total: int) -> Callable[[int], None]:
+    """Shows how many of the closed forms' evaluations are done."""
+    line, done = ProgressLine(total, "closed forms, evaluations"), 0
+
+    def scored(count: int) -> None:
+        nonlocal done
+        done += count
+        line.update(done)
+
+    return scored
 
 
 def _totals(
