@@ -47,6 +47,10 @@ WRONG = {
 }
 
 
+def test_the_demo_passes_its_own_checks(tmp_path):
+    job(None, tmp_path / "run")
+
+
 @pytest.mark.parametrize("before", WRONG)
 def test_a_bad_recipe_is_refused_before_anything_is_done(recipe, tmp_path, before):
     after, message = WRONG[before]

@@ -165,7 +165,9 @@ def resolve(plan_rows: int | None, *, groups: int, **options: Any) -> RunConfig:
         most = BATCH_ROWS if plan_rows is None else min(BATCH_ROWS, plan_rows)
         learning["batch_rows"] = max(most // groups, 1) * groups
     if "steps" not in learning:
-        learning["steps"] = max((plan_rows or 0) // max(learning["batch_rows"], 1), 1)
+        # Without a plan their number is not known yet, and no warm-up is too long for it.
+        rows = learning.get("warmup_steps", 0) * learning["batch_rows"] if plan_rows is None else plan_rows
+        learning["steps"] = max(rows // max(learning["batch_rows"], 1), 1)
     learning.setdefault("warmup_steps", min(LARGEST_WARMUP, max(learning["steps"] // 10, 1)))
     return RunConfig(train=TrainConfig(**learning), **given)
 
