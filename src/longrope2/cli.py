@@ -701,7 +701,8 @@ def verify(context: click.Context, exported: Path, engines: tuple[str, ...], as_
 def extend(model: str | None, output: Path, **options: Any) -> None:
     """Take a model to a longer window, from the search to a report.
 
-    Stages: search, data, train, evaluate, export, verify, report. MODEL defaults to the recipe's, or to tiny.
+    Stages: search, data, train, evaluate, export, verify, report. MODEL defaults to the recipe's, or to tiny. Without
+    texts to train on ([[source]] in a recipe) data and train are left out.
 
     Run it again after an interruption and it goes on where it was; what is done is skipped, what other options decide
     anew runs again. On several GPUs: torchrun --nproc-per-node 8 -m longrope2 extend …

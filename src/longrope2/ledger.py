@@ -17,6 +17,8 @@ from longrope2.shapes import misfit
 LEDGER = "pipeline.json"
 FORMAT, VERSION = "longrope2.pipeline", 1
 STAGES = ("search", "data", "train", "evaluate", "export", "verify", "report")
+TRAINING = ("data", "train")
+"""The stages that need texts to train on."""
 FACTORS = "search/factors.json"
 SEARCH = "search/search.json"
 HISTORY = "search/history.jsonl"

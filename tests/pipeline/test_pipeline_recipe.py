@@ -13,7 +13,7 @@ from longrope2.data.recall import RecallConfig
 from longrope2.errors import LongRopeError
 from longrope2.evaluation.run import EvaluationConfig
 from longrope2.models import describe
-from longrope2.pipeline.recipe import conforms, presets, read_recipe
+from longrope2.pipeline.recipe import conforms, default_evaluations, presets, read_recipe
 from longrope2.pipeline.steps import Setting, make_steps, search_config
 from longrope2.training.job import resolve
 
@@ -82,6 +82,17 @@ def test_arguments_replace_what_the_recipe_says():
     assert (bare.model, bare.search, bare.source) == ("some/model", {}, ())
     with pytest.raises(LongRopeError, match="the target length is missing"):
         read_recipe(None, model="some/model")
+
+
+@pytest.mark.parametrize(
+    ("original", "target", "expected"),
+    [(256, 1024, (256, 512, 1024)), (8192, 131072, (8192, 16384, 32768, 65536, 131072)), (300, 500, (300, 500)),
+     (256, 1000, (256, 512, 1000))],
+)  # fmt: skip
+def test_a_recipe_without_evaluations_measures_both_windows_and_between(original, target, expected):
+    needles, books = (EvaluationConfig(**table) for table in default_evaluations(original, target))
+    assert (needles.suites, needles.lengths) == (("niah",), expected)
+    assert (books.suites, books.lengths) == (("perplexity",), (original,))
 
 
 def test_a_path_is_looked_for_beside_the_recipe(tmp_path, monkeypatch):

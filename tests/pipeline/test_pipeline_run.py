@@ -18,7 +18,7 @@ from longrope2.factors import RescaleFactors
 from longrope2.ledger import Ledger
 from longrope2.pipeline.run import Job
 from longrope2.report.gather import gather
-from longrope2.report.summary import summarise
+from longrope2.report.summary import UNTRAINED, summarise
 from longrope2.watching import look
 
 METHODS = ("base", "yarn", ledger.SEARCHED, ledger.AFTER_TRAINING)
@@ -174,13 +174,18 @@ def test_a_lost_or_damaged_result_is_made_again(place, recipe, whole):
     assert job(place, recipe, folder).reasons() == {}
 
 
-def test_without_training_the_model_itself_is_exported(place, recipe, whole):
-    folder = place / "untrained"
-    (folder / "search").mkdir(parents=True)
-    shutil.copytree(whole / "search", folder / "search", dirs_exist_ok=True)
+def copy_steps(whole, folder, steps):
+    """A run of which only these steps are done."""
+    for step in steps:
+        shutil.copytree(whole / step, folder / step)
     book = Ledger(folder)
-    book.content = {**Ledger(whole).content, "steps": {"search": Ledger(whole).steps["search"]}}
+    book.content = {**Ledger(whole).content, "steps": {step: Ledger(whole).steps[step] for step in steps}}
     book.describe()
+    return folder
+
+
+def test_without_training_the_model_itself_is_exported(place, recipe, whole):
+    folder = copy_steps(whole, place / "untrained", ["search"])
     with pytest.raises(LongRopeError, match="verify needs export"):
         job(place, recipe, folder, "verify").run()
     rest = job(place, recipe, folder, "export", "report")
@@ -189,6 +194,32 @@ def test_without_training_the_model_itself_is_exported(place, recipe, whole):
     trained, untrained = (json.loads((path / "export/tiny-512/config.json").read_text()) for path in (whole, folder))
     assert untrained["rope_parameters"] == trained["rope_parameters"]
     assert (folder / "report/index.html").exists()
+
+
+def test_without_texts_all_but_training_is_done_and_it_can_be_added(place, recipe, whole, capfd):
+    head, evaluations = recipe.read_text().partition("[recall]")[0], recipe.read_text().partition("[[evaluate]]")[1:]
+    bare = place / "bare.toml"
+    bare.write_text(head + "".join(evaluations) + '[verify]\nengines = ["transformers"]\n')
+    folder = copy_steps(whole, place / "bare", ["search", *EVALUATIONS[:6]])
+    arguments = ["extend", "--config", str(bare), "-o", str(folder), "--cache", str(place / "cache")]
+    cli.main([*arguments, "--dry-run"], standalone_mode=False)
+    forecast = capfd.readouterr().out
+    assert forecast.count(UNTRAINED) == 1
+    assert "train" not in forecast.replace(UNTRAINED, "")
+    cli.main(arguments, standalone_mode=False)
+    printed = capfd.readouterr()
+    assert printed.err.startswith(UNTRAINED)
+    assert printed.err.endswith(f"{UNTRAINED}\n")
+    assert printed.err.count("done before") == 7
+    assert "LongRoPE2, factors only" in printed.out
+    assert UNTRAINED[1:] in (folder / ledger.PAGE).read_text()
+    assert {view.state for view in look(folder)} == {"done"}
+    # Texts are added: what the search and the evaluations found is kept.
+    with_texts = job(place, recipe, folder)
+    assert list(with_texts.reasons()) == ["data", "train", *EVALUATIONS[6:], "export", "verify", "report"]
+    assert with_texts.notes == []
+    with pytest.raises(LongRopeError, match="trained before, and this recipe names no"):
+        job(place, bare, whole)
 
 
 @pytest.fixture

@@ -25,7 +25,8 @@ def make_run(folder: Path, *, stages: tuple[str, ...] = ledger.STAGES, training:
     book = Ledger(folder)
     evaluations = [f"evaluate/{m}/{s}" for m in METHODS for s in ("niah", "perplexity")]
     steps = ["search", "data", "train", *evaluations, "export", "verify", "report"]
-    recipe = {"model": "tiny", "target_length": 4096, "methods": ["pi", "yarn"], "search": {"space": "wide"}}
+    recipe = {"model": "tiny", "target_length": 4096, "methods": ["pi", "yarn"], "search": {"space": "wide"},
+              "source": [{"path": "books"}]}  # fmt: skip
     book.describe(
         model="tiny", revision="sha256:abc", target_length=4096, recipe=recipe,
         versions={"longrope2": "0.1.0", "torch": "2.11"}, planned=steps,

@@ -71,8 +71,8 @@ def _data(setting: Setting) -> Iterator[str]:
     recipe = setting.recipe
     if not recipe.source:
         yield (
-            "no source of documents to train on (name them in a recipe, --config FILE, [[source]], "
-            "or leave training out: --stages search,evaluate,…)"
+            "no source of documents to train on (name them in a recipe, --config FILE, [[source]]; "
+            "a recipe without plan, bucket, recall and train extends the model without training)"
         )
     if any(source["path"] == RECALL for source in recipe.source) != (recipe.recall is not None):
         yield 'the table [recall] and a source with path = "recall" go together, and one of them is missing'

@@ -268,3 +268,5 @@ def show(setting: Setting, plans: Mapping[str, Any]) -> None:
         caption=f"together {duration(sum(known))}{more} on one {plans['machine']} "
         f"({plans['matmul_tflops']:,.3g} TFLOP/s in matrix products); estimates",
     )
+    for note in plans["notes"]:
+        print(note)

@@ -75,6 +75,22 @@ class Recipe:
     export: Table = field(default_factory=dict)
     verify: Table = field(default_factory=dict)
 
+    @property
+    def trains(self) -> bool:
+        """Whether it says anything of training; without it a model is extended by the search alone."""
+        return any((self.source, self.bucket, self.plan, self.train, self.recall is not None))
+
+
+def default_evaluations(original_length: int, target_length: int) -> tuple[Table, ...]:
+    """What a recipe without [[evaluate]] measures: needles by length, and what is kept in the trained window."""
+    lengths = [original_length]
+    while 2 * lengths[-1] < target_length:
+        lengths.append(2 * lengths[-1])
+    return (
+        {"suites": ("niah",), "lengths": (*lengths, target_length), "samples": 2},
+        {"suites": ("perplexity",), "lengths": (original_length,), "tasks": ("full",)},
+    )
+
 
 def _hints(*kinds: type, without: Sequence[str] = (), **more: Any) -> dict[str, Any]:
     """Names and types of a table's keys, from the dataclasses it is for."""

@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,13 @@ from longrope2.distributed import world
 from longrope2.errors import LongRopeError
 from longrope2.evaluation.suites import chosen
 from longrope2.files import package_versions
-from longrope2.ledger import STAGES, Ledger, fingerprint, only_one
+from longrope2.ledger import STAGES, TRAINING, Ledger, fingerprint, only_one
 from longrope2.models import describe
 from longrope2.pipeline.checks import check_recipe
-from longrope2.pipeline.recipe import read_recipe
+from longrope2.pipeline.recipe import Recipe, default_evaluations, read_recipe
 from longrope2.pipeline.steps import Setting, Step, make_steps, plan_is_usable
 from longrope2.report.gather import gather
-from longrope2.report.summary import summarise
+from longrope2.report.summary import UNTRAINED, summarise
 
 EARLIER = "earlier"
 """Where results go that other options have replaced."""
@@ -60,7 +60,7 @@ def run_extend(model: str | None, output: Path, *, dry_run: bool, as_json: bool,
     if dry_run:
         from longrope2.pipeline.forecast import forecast, show
 
-        plans = forecast(job.setting, job.steps, job.reasons())
+        plans = {**forecast(job.setting, job.steps, job.reasons()), "notes": job.notes}
         show_json(plans) if as_json else show(job.setting, plans)
         return
     job.run()
@@ -69,11 +69,13 @@ def run_extend(model: str | None, output: Path, *, dry_run: bool, as_json: bool,
     summary, page = summarise(gather(output)), output / ledger.PAGE
     if as_json:
         show_json({**summary.to_json(), "report": str(page) if page.exists() else None})
-        return
-    if summary.rows:
-        show_table(summary.title, summary.columns, summary.rows, caption=summary.caption)
-    if page.exists():
-        print(f"report: {page}")
+    else:
+        if summary.rows:
+            show_table(summary.title, summary.columns, summary.rows, caption=summary.caption)
+        if page.exists():
+            print(f"report: {page}")
+    if summary.note:
+        say(summary.note)
 
 
 class Job:
@@ -90,12 +92,17 @@ class Job:
         cache: Path | None,
     ) -> None:
         self.folder = folder
+        self.notes: list[str] = []
+        """What people should know before it starts."""
         _refuse_foreign(folder, config)
         recipe = read_recipe(config, model=model, target_length=target_length)
         info = describe(recipe.model, original_length=recipe.original_length)
         info.refuse_rescaled(extend_again=recipe.extend_again)
+        if not recipe.evaluate:
+            measured = default_evaluations(info.rope.original_length, recipe.target_length)
+            recipe = replace(recipe, evaluate=measured)
         self.setting = Setting(folder=folder, recipe=recipe, info=info, cache=cache)
-        self._wanted = chosen("stage", stages, STAGES) or list(STAGES)
+        self._wanted = chosen("stage", stages, STAGES) or self._all_stages(recipe)
         check_recipe(self.setting, self._wanted)
         # What earlier runs have done belongs to this one, too.
         done = [name for name, entry in Ledger(folder).steps.items() if entry["state"] == ledger.DONE]
@@ -107,6 +114,18 @@ class Job:
     def steps(self) -> list[Step]:
         """Those of the stages asked for."""
         return [step for step in self._steps if step.stage in self._wanted]
+
+    def _all_stages(self, recipe: Recipe) -> list[str]:
+        """Those that the recipe has something for."""
+        if recipe.trains:
+            return list(STAGES)
+        if any(stage in Ledger(self.folder).steps for stage in TRAINING):
+            raise LongRopeError(
+                f"{self.folder}: trained before, and this recipe names no [[source]] to train on",
+                hint="give the recipe again (--config), or another folder",
+            )
+        self.notes.append(UNTRAINED)
+        return [stage for stage in STAGES if stage not in TRAINING]
 
     def reasons(self) -> dict[str, str]:
         """Why each step has to run; those that are done and unchanged are left out."""
@@ -149,6 +168,8 @@ class Job:
                     versions=package_versions("torch", "transformers"),
                     planned=[step.name for step in self._steps],
                 )
+                for note in self.notes:
+                    say(note)
             reasons = _agree(self.reasons() if is_main else {})
             for step in self.steps:
                 if step.name in reasons:

@@ -32,7 +32,7 @@ def page(data: Data, summary: Summary, charts: Sequence[Chart]) -> str:
     """The whole page."""
     title = f"{_public(data['model'])}: {summary.title.rpartition(', ')[2]}"
     body = [
-        f"<header><h1>{escape(title)}</h1><p>{escape(_subtitle(data))}</p></header>",
+        f"<header><h1>{escape(title)}</h1><p>{escape(_subtitle(data))}</p>{_note(summary)}</header>",
         _cards(data, summary),
         _results(summary),
         '<div class="charts">' + "".join(_figure(chart) for chart in charts) + "</div>",
@@ -81,6 +81,10 @@ def _subtitle(data: Data) -> str:
     done = list(dict.fromkeys(name.partition("/")[0] for name in data["steps"] if name not in running))
     text = f"Done: {', '.join(done) or 'nothing yet'}."
     return text + (f" Not finished: {', '.join(running)}." if set(running) - {"report"} else "")
+
+
+def _note(summary: Summary) -> str:
+    return f"<p>{escape(summary.note[:1].upper() + summary.note[1:])}.</p>" if summary.note else ""
 
 
 def _cards(data: Data, summary: Summary) -> str:

@@ -22,6 +22,10 @@ NAMES = {
     "ntk-rcd": "NTK-rcd",
     "yarn-rcd": "YaRN-rcd",
 }
+UNTRAINED = (
+    "without training: no texts are named for it, so the stages data and train are left out. "
+    "To add them, run it again with a recipe that has a [[source]]: see docs/guide.md"
+)
 Score = Mapping[str, Any]
 
 
@@ -35,6 +39,8 @@ class Summary:
     caption: str
     methods: dict[str, dict[str, Any]]
     """For each method: `by_length`, `short_perplexity`, `perplexity_retention`, `short_retention` where measured."""
+    note: str = ""
+    """What is to be known of the whole run; empty for most."""
 
     def to_json(self) -> dict[str, Any]:
         """As values."""
@@ -112,6 +118,7 @@ def _table(data: Mapping[str, Any], methods: dict[str, dict[str, Any]]) -> Summa
         rows=rows,
         caption=caption.strip("; "),
         methods=methods,
+        note="" if data["recipe"].get("source") else UNTRAINED,
     )  # fmt: skip
 
 
