@@ -95,6 +95,21 @@ def test_a_recipe_without_evaluations_measures_both_windows_and_between(original
     assert (books.suites, books.lengths) == (("perplexity",), (original,))
 
 
+def test_a_shorter_target_bounds_the_lengths_of_the_recipe():
+    notes = []
+    recipe = read_recipe("tiny-laptop", target_length=1024, note=notes.append)
+    assert [table["lengths"] for table in recipe.evaluate] == [(256, 1024), (256, 1024)]
+    assert recipe.recall["lengths"] == (256, 1024)
+    assert notes[-1] == "evaluate: lengths 256, 2,048 of the recipe, made for a longer target, become 256, 1,024"
+    assert len(notes) == 3
+    assert read_recipe("tiny-laptop", target_length=8192).evaluate == read_recipe("tiny-laptop").evaluate
+
+
+def test_a_recipe_without_a_target_is_taken_at_its_word(tmp_path):
+    (tmp_path / "r.toml").write_text('[[evaluate]]\nsuites = ["niah"]\nlengths = [4096]\n')
+    assert read_recipe(tmp_path / "r.toml", target_length=1024).evaluate[0]["lengths"] == (4096,)
+
+
 def test_a_path_is_looked_for_beside_the_recipe(tmp_path, monkeypatch):
     (tmp_path / "texts").mkdir()
     (tmp_path / "r.toml").write_text('target_length = 512\n[[source]]\npath = "texts"\n[[source]]\npath = "other"\n')

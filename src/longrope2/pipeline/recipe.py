@@ -4,7 +4,7 @@ import difflib
 import json
 import math
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from importlib import resources
 from pathlib import Path
@@ -12,6 +12,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from longrope2 import ledger
+from longrope2.console import say
 from longrope2.data.buckets import Bucket
 from longrope2.data.plan_command import PLAN_KEYS
 from longrope2.data.recall import RecallConfig
@@ -117,10 +118,17 @@ def table_keys() -> dict[str, dict[str, Any]]:
     }
 
 
-def read_recipe(name: str | Path | None, *, model: str | None = None, target_length: int | None = None) -> Recipe:
+def read_recipe(
+    name: str | Path | None,
+    *,
+    model: str | None = None,
+    target_length: int | None = None,
+    note: Callable[[str], None] = say,
+) -> Recipe:
     """A recipe by file or preset name; `model` and `target_length` replace its own.
 
-    Without a name it is the preset of the tiny model, or each command's defaults for any other model.
+    Without a name it is the preset of the tiny model, or each command's defaults for any other model. A target below
+    the recipe's own also bounds the lengths that it measures and writes documents of, which is noted.
     """
     if name is None and model in (None, TINY):
         name = DEFAULT_PRESET
@@ -138,11 +146,24 @@ def read_recipe(name: str | Path | None, *, model: str | None = None, target_len
             source if folder is None or source["path"] == RECALL else beside(folder, source)
             for source in values.get("source", ())
         )
+    if target_length is not None and target_length < values.get("target_length", 0):
+        _bound_lengths(values, target_length, note)
     given = {"model": model, "target_length": target_length}
     values |= {key: value for key, value in given.items() if value is not None}
     if "target_length" not in values:
         raise LongRopeError("the target length is missing", hint="say --target-length, e.g. 128k")
     return Recipe(**values)
+
+
+def _bound_lengths(values: Table, most: int, note: Callable[[str], None]) -> None:
+    for key in ("recall", "evaluate"):
+        tables = values.get(key, ()) if _is_list(key) else filter(None, [values.get(key)])
+        for table in tables:
+            lengths = table.get("lengths", ())
+            if lengths and max(lengths) > most:
+                table["lengths"] = tuple(dict.fromkeys(min(length, most) for length in lengths))
+                was, now = (", ".join(f"{length:,}" for length in each) for each in (lengths, table["lengths"]))
+                note(f"{key}: lengths {was} of the recipe, made for a longer target, become {now}")
 
 
 def presets() -> dict[str, str]:

@@ -95,7 +95,7 @@ class Job:
         self.notes: list[str] = []
         """What people should know before it starts."""
         _refuse_foreign(folder, config)
-        recipe = read_recipe(config, model=model, target_length=target_length)
+        recipe = read_recipe(config, model=model, target_length=target_length, note=self.notes.append)
         info = describe(recipe.model, original_length=recipe.original_length)
         info.refuse_rescaled(extend_again=recipe.extend_again)
         if not recipe.evaluate:
