@@ -264,3 +264,12 @@ def test_json_has_lists_of_plain_values_on_one_line(tmp_path):
     assert json.loads(text) == value
     assert ' "a": [1, 2.5, null],\n' in text
     assert "  [1, 2],\n" in text
+
+
+def test_a_recipe_of_the_package_can_be_had_as_a_file(capsys):
+    for name, text in presets().items():
+        cli.cli.main(["extend", "--show-recipe", name], standalone_mode=False)
+        assert capsys.readouterr().out == text
+    with pytest.raises(LongRopeError, match="did you mean 'smollm2-32k'") as caught:
+        cli.cli.main(["extend", "--show-recipe", "smolm2-32k"], standalone_mode=False)
+    assert "--show-recipe NAME" in caught.value.hint

@@ -680,6 +680,14 @@ def verify(context: click.Context, exported: Path, engines: tuple[str, ...], as_
         context.exit(1)
 
 
+def _show_recipe(context: click.Context, _: click.Parameter, name: str | None) -> None:
+    if name is not None:
+        from longrope2.pipeline.recipe import find_recipe
+
+        click.echo(find_recipe(name)[1], nl=False)
+        context.exit()
+
+
 @cli.command()
 @click.argument("model", type=NAME, required=False)
 @click.option("--target-length", type=LENGTH, metavar="N", help="Window to reach, e.g. 128k; default: the recipe's.")
@@ -697,6 +705,14 @@ def verify(context: click.Context, exported: Path, engines: tuple[str, ...], as_
     help="Where tokenised sources are kept.  [default: ~/.cache/longrope2/corpus]",
 )
 @click.option("--dry-run", is_flag=True, help="Print what would be done, with time, memory and disk.")
+@click.option(
+    "--show-recipe",
+    metavar="NAME",
+    is_eager=True,
+    expose_value=False,
+    callback=_show_recipe,
+    help="Print a recipe of the package, and no more: --show-recipe smollm2-32k > mine.toml",
+)
 @json_option
 def extend(model: str | None, output: Path, **options: Any) -> None:
     """Take a model to a longer window, from the search to a report.

@@ -44,7 +44,8 @@ def check_recipe(setting: Setting, stages: Container[str]) -> None:
             problems += [f"{stage}: {problem}" for problem in check(setting)]
     if problems:
         raise LongRopeError(
-            all_problems("this extension cannot start", problems), hint="mend the recipe; --dry-run checks it, too"
+            all_problems("this extension cannot start", problems),
+            hint="mend the recipe (--show-recipe NAME prints one of the package); --dry-run checks it, too",
         )
 
 

@@ -134,7 +134,7 @@ def read_recipe(
         name = DEFAULT_PRESET
     values: Table = {}
     if name is not None:
-        where, text, folder = _find(name)
+        where, text, folder = find_recipe(name)
         try:
             values = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
@@ -173,7 +173,7 @@ def presets() -> dict[str, str]:
     return {file.name.removesuffix(".toml"): file.read_text(encoding="utf-8") for file in files}
 
 
-def _find(name: str | Path) -> tuple[str, str, Path | None]:
+def find_recipe(name: str | Path) -> tuple[str, str, Path | None]:
     """What to call a recipe, its text, and the folder its paths are relative to."""
     path = Path(name)
     if path.is_file():
@@ -191,7 +191,8 @@ def _find(name: str | Path) -> tuple[str, str, Path | None]:
     near = difflib.get_close_matches(str(name), known, n=1)
     guess = f"did you mean '{near[0]}'? " if near else ""
     raise LongRopeError(
-        f"{name}: neither a file nor a recipe of the package", hint=f"{guess}there are {', '.join(known)}"
+        f"{name}: neither a file nor a recipe of the package",
+        hint=f"{guess}there are {', '.join(known)}; `longrope2 extend --show-recipe NAME` prints one",
     )
 
 
