@@ -704,6 +704,8 @@ def _show_recipe(context: click.Context, _: click.Parameter, name: str | None) -
     metavar="FOLDER",
     help="Where tokenised sources are kept.  [default: ~/.cache/longrope2/corpus]",
 )
+@original_option
+@again_option
 @click.option("--dry-run", is_flag=True, help="Print what would be done, with time, memory and disk.")
 @click.option(
     "--show-recipe",

@@ -3,6 +3,8 @@
 import errno
 import math
 import os
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -78,6 +80,9 @@ def test_paper_recipes_are_the_papers(name):
 def test_arguments_replace_what_the_recipe_says():
     assert read_recipe(None).model == "tiny"
     assert read_recipe("llama3-8b-128k", model="mine", target_length=65536).model == "mine"
+    other = read_recipe("phi3-mini-128k", original_length=4096, extend_again=True)
+    assert (other.original_length, other.extend_again) == (4096, True)
+    assert read_recipe("phi3-mini-128k").original_length == 2048
     bare = read_recipe(None, model="some/model", target_length=1 << 17)
     assert (bare.model, bare.search, bare.source) == ("some/model", {}, ())
     with pytest.raises(LongRopeError, match="the target length is missing"):
@@ -93,6 +98,18 @@ def test_a_recipe_without_evaluations_measures_both_windows_and_between(original
     needles, books = (EvaluationConfig(**table) for table in default_evaluations(original, target))
     assert (needles.suites, needles.lengths) == (("niah",), expected)
     assert (books.suites, books.lengths) == (("perplexity",), (original,))
+
+
+def test_an_export_is_called_as_the_model_wherever_the_command_runs(tmp_path, monkeypatch):
+    model = shutil.copytree(describe("tiny").location, tmp_path / "mine")
+    (model / "below").mkdir()
+    for folder, name in ((model, "."), (model / "below", ".."), (tmp_path, "mine"), (tmp_path, "mine/")):
+        monkeypatch.chdir(folder)
+        recipe = read_recipe(None, model=name, target_length=1024)
+        setting = Setting(folder=tmp_path, recipe=recipe, info=describe(recipe.model), cache=None)
+        assert make_steps(setting, {"export"})[0].outputs == ("export/mine-1k",)
+    setting = Setting(folder=tmp_path, recipe=replace(recipe, model="m.gguf"), info=setting.info, cache=None)
+    assert make_steps(setting, {"export"})[0].outputs == ("export/m-1k",)
 
 
 def test_a_shorter_target_bounds_the_lengths_of_the_recipe():

@@ -5,7 +5,7 @@ import json
 import math
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
 from types import NoneType, UnionType
@@ -123,9 +123,11 @@ def read_recipe(
     *,
     model: str | None = None,
     target_length: int | None = None,
+    original_length: int | None = None,
+    extend_again: bool = False,
     note: Callable[[str], None] = say,
 ) -> Recipe:
-    """A recipe by file or preset name; `model` and `target_length` replace its own.
+    """A recipe by file or preset name; what is given of the rest replaces its own.
 
     Without a name it is the preset of the tiny model, or each command's defaults for any other model. A target below
     the recipe's own also bounds the lengths that it measures and writes documents of, which is noted.
@@ -148,11 +150,19 @@ def read_recipe(
         )
     if target_length is not None and target_length < values.get("target_length", 0):
         _bound_lengths(values, target_length, note)
-    given = {"model": model, "target_length": target_length}
+    given = {
+        "model": model,
+        "target_length": target_length,
+        "original_length": original_length,
+        "extend_again": extend_again or None,
+    }
     values |= {key: value for key, value in given.items() if value is not None}
     if "target_length" not in values:
         raise LongRopeError("the target length is missing", hint="say --target-length, e.g. 128k")
-    return Recipe(**values)
+    recipe = Recipe(**values)
+    if Path(recipe.model).name in ("", ".."):  # the folder we are in, or above: exports and pages need its name
+        return replace(recipe, model=str(Path(recipe.model).resolve()))
+    return recipe
 
 
 def _bound_lengths(values: Table, most: int, note: Callable[[str], None]) -> None:

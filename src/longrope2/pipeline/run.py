@@ -36,19 +36,24 @@ def extend(
     config: str | Path | None = None,
     stages: Sequence[str] = (),
     cache: str | Path | None = None,
+    original_length: int | None = None,
+    extend_again: bool = False,
 ) -> dict[str, Any]:
     """Take a model from its window to a longer one, into the folder `output`; returns what was measured.
 
     `config` is a recipe, a file or a name, which also names the model if `model` is None; `stages` are those to run,
-    all if none is named. What is done and unchanged is skipped, what was interrupted goes on.
+    all if none is named, but for data and train where the recipe has no texts. What is done and unchanged is skipped,
+    what was interrupted goes on.
     """
     job = Job(
         None if model is None else str(model),
         Path(output),
-        target_length=target_length,
         config=config,
         stages=stages,
         cache=None if cache is None else Path(cache),
+        target_length=target_length,
+        original_length=original_length,
+        extend_again=extend_again,
     )
     job.run()
     return {**summarise(gather(job.folder)).to_json(), "report": str(job.folder / ledger.PAGE)}
@@ -86,16 +91,16 @@ class Job:
         model: str | None,
         folder: Path,
         *,
-        target_length: int | None,
         config: str | Path | None,
         stages: Sequence[str],
         cache: Path | None,
+        **given: Any,
     ) -> None:
         self.folder = folder
         self.notes: list[str] = []
         """What people should know before it starts."""
         _refuse_foreign(folder, config)
-        recipe = read_recipe(config, model=model, target_length=target_length, note=self.notes.append)
+        recipe = read_recipe(config, model=model, note=self.notes.append, **given)
         info = describe(recipe.model, original_length=recipe.original_length)
         info.refuse_rescaled(extend_again=recipe.extend_again)
         if not recipe.evaluate:

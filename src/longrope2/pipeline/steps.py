@@ -275,7 +275,8 @@ def _evaluate(setting: Setting, method: str, output: Path, table: Mapping[str, A
 
 def _export_step(setting: Setting, model: str, evaluations: tuple[str, ...]) -> Step:
     options = ExportOptions(**setting.recipe.export)
-    name = f"{Path(setting.recipe.model).name}-{length_label(setting.recipe.target_length)}"
+    model_name = Path(setting.recipe.model).name.removesuffix(".gguf")
+    name = f"{model_name}-{length_label(setting.recipe.target_length)}"
     outputs = {format: f"{ledger.EXPORT}/{name}{'.gguf' if format == 'gguf' else ''}" for format in options.formats}
 
     def work() -> None:
