@@ -52,6 +52,8 @@ SHAPE = {
     },
 }
 """What a ledger holds once a run has begun."""
+LATER = {"original_length": int, "expected": {...: str}}
+"""What ledgers of earlier versions do not have."""
 
 
 class DamagedLedgerError(LongRopeError):
@@ -135,7 +137,8 @@ def read_ledger(folder: Path) -> dict[str, Any] | None:
         raise _damaged(path, str(error)) from error
     if not isinstance(content, dict) or (content.get("format"), content.get("version")) != (FORMAT, VERSION):
         raise LongRopeError(f"{path}: not the ledger of an extension of this version", hint="use another folder")
-    problem = misfit(content, SHAPE) or next(filter(None, map(_wrong_entry, content["steps"].values())), None)
+    shape = SHAPE | {key: kind for key, kind in LATER.items() if key in content}
+    problem = misfit(content, shape) or next(filter(None, map(_wrong_entry, content["steps"].values())), None)
     if problem:
         raise _damaged(path, problem)
     return content
@@ -157,6 +160,17 @@ def _damaged(path: Path, problem: str) -> DamagedLedgerError:
         f"{path}: damaged ({problem})",
         hint="run `longrope2 extend` again as before: it makes the file anew, and steps find what they have done",
     )
+
+
+def current_steps(book: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Entries of steps but for those of other options than the last command's, in the stages that it knew of."""
+    expected: Mapping[str, str] = book.get("expected", {})
+    stages = {name.partition("/")[0] for name in expected}
+    return {
+        name: entry
+        for name, entry in book["steps"].items()
+        if expected.get(name) == entry["fingerprint"] or name.partition("/")[0] not in stages
+    }
 
 
 def keep_damaged(folder: Path) -> Path | None:

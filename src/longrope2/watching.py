@@ -20,7 +20,7 @@ RECENT = 20
 DAY = 24 * 60 * 60
 JOURNAL = {
     "header": {"config": {"documents": int, "evolution": {"iterations": int}}},
-    "candidate": {"iteration": int},
+    "candidate": {"id": str, "iteration": int},
     "evaluation": {"key": str, "document": int, "nll": float | None, "tokens": int},
     TIME: {"seconds": float},
 }
@@ -47,6 +47,7 @@ def look(folder: Path) -> list[View]:
     book = ledger.read_ledger(folder)
     if book is None:
         raise LongRopeError(f"{folder}: no run of `longrope2 extend` there", hint="give the folder named with -o")
+    book["steps"] = ledger.current_steps(book)  # what other options gave is made again
     at_work = ledger.is_at_work(folder)
     return [_view(folder, book, stage, at_work=at_work) for stage in _stages(book)]
 
@@ -103,6 +104,7 @@ def _result(folder: Path, stage: str) -> str:
 def _searching(path: Path) -> tuple[float | None, str]:
     """From the journal: the iteration that is under way, and the best candidate scored on every document."""
     header: dict[str, Any] = {}
+    candidates: set[str] = set()
     nll: dict[str, dict[int, float]] = {}
     tokens: dict[str, int] = {}
     iteration, evaluations, spent = 0, 0, 0.0
@@ -112,6 +114,7 @@ def _searching(path: Path) -> tuple[float | None, str]:
         if line["type"] == "header":
             header = line
         elif line["type"] == "candidate":
+            candidates.add(line["id"])
             iteration = max(iteration, line["iteration"])
         elif line["type"] == "evaluation":
             evaluations += 1
@@ -123,7 +126,8 @@ def _searching(path: Path) -> tuple[float | None, str]:
     if not header:
         return None, ""
     documents = range(header["config"]["documents"])
-    whole = {key: found for key, found in nll.items() if all(document in found for document in documents)}
+    # Closed forms are scored too, for comparison.
+    whole = {key: nll[key] for key in candidates & nll.keys() if all(document in nll[key] for document in documents)}
     totals = {
         key: sum(found[d] for d in documents) * len(found) / tokens[key] / len(documents)
         for key, found in whole.items()

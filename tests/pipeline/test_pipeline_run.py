@@ -116,6 +116,11 @@ def test_dry_run_says_what_it_would_take_and_touches_nothing(place, recipe, whol
     assert not (place / "new").exists()
     cli.main([*arguments, str(whole)], standalone_mode=False)
     assert {step["state"] for step in json.loads(capfd.readouterr().out)["steps"]} == {"done"}
+    more = place / "more.toml"
+    more.write_text(recipe.read_text().replace("rows = 6", "rows = 60"))
+    cli.main(["extend", "--config", str(more), *arguments[3:], str(whole)], standalone_mode=False)
+    notes = {step["step"]: step["note"] for step in json.loads(capfd.readouterr().out)["steps"]}
+    assert notes["train"].startswith("30 steps")  # of the plan to come, not of the one that is there
     cli.main([*arguments[:-3], "--dry-run", "-o", str(place / "new")], standalone_mode=False)
     assert "256 → 512 tokens" in capfd.readouterr().out
 
@@ -182,6 +187,20 @@ def copy_steps(whole, folder, steps):
     book.content = {**Ledger(whole).content, "steps": {step: Ledger(whole).steps[step] for step in steps}}
     book.describe()
     return folder
+
+
+def test_what_other_options_gave_is_not_reported_as_this(place, recipe, whole):
+    """The search is another one, and what was measured of the factors before is not its result."""
+    folder = copy_steps(whole, place / "stale", ["search", *EVALUATIONS[:6]])
+    before = summarise(gather(folder))
+    assert tuple(before.methods) == METHODS[:3]
+    job(place, write_recipe(place, name="searched.toml", iterations=2), folder, "search").run()
+    (folder / ledger.FACTORS).unlink()
+    after = summarise(gather(folder))
+    assert after.methods == {name: before.methods[name] for name in METHODS[:2]}
+    assert after.title == before.title == "tiny, 256 → 512 tokens"
+    views = {view.stage: view for view in look(folder)}
+    assert (views["evaluate"].state, views["evaluate"].text) == ("waiting", "4 of 6")
 
 
 def test_without_training_the_model_itself_is_exported(place, recipe, whole):

@@ -28,7 +28,7 @@ def make_run(folder: Path, *, stages: tuple[str, ...] = ledger.STAGES, training:
     recipe = {"model": "tiny", "target_length": 4096, "methods": ["pi", "yarn"], "search": {"space": "wide"},
               "source": [{"path": "books"}]}  # fmt: skip
     book.describe(
-        model="tiny", revision="sha256:abc", target_length=4096, recipe=recipe,
+        model="tiny", revision="sha256:abc", original_length=256, target_length=4096, recipe=recipe,
         versions={"longrope2": "0.1.0", "torch": "2.11"}, planned=steps,
     )  # fmt: skip
     makers = {"search": _search, "data": _data, "train": _train, "export": _export, "verify": _verify}

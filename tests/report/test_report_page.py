@@ -10,9 +10,11 @@ from report_samples import METHODS, STEPS, found_factors, make_run
 
 from longrope2 import figures, ledger
 from longrope2.errors import LongRopeError
+from longrope2.methods import METHODS as KNOWN
 from longrope2.methods import rescale
 from longrope2.report import charts
 from longrope2.report.gather import gather
+from longrope2.report.page import SERIES
 from longrope2.report.run import write_report
 from longrope2.report.summary import Summary, label, summarise
 from longrope2.report.svg import Plot, Scale, number
@@ -280,3 +282,8 @@ def test_numbers_are_short():
     assert [number(v) for v in (None, 0, 1.00012, 12345.6, 1e-5, 2e9)] == [
         "overflow", "0", "1", "12,346", "1e-05", "2e+09",
     ]  # fmt: skip
+
+
+def test_every_method_has_a_colour():
+    """A line without one is not seen."""
+    assert set(KNOWN) <= set(SERIES)

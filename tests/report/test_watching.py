@@ -83,6 +83,16 @@ def test_following_ends_with_the_run(tmp_path, capsys):
     assert "report" in capsys.readouterr().out
 
 
+def test_the_best_candidate_is_none_of_the_closed_forms(tmp_path):
+    folder = make_run(tmp_path / "run", stages=("search",))
+    before = look(folder)[0].text.rpartition(", ")[2]
+    with (folder / ledger.HISTORY).open("a") as journal:
+        for document in range(2):
+            line = {"type": "evaluation", "key": "yarn", "document": document, "nll": 0.1, "tokens": 8}
+            journal.write(json.dumps(line) + "\n")
+    assert look(folder)[0].text.rpartition(", ")[2] == before == "best perplexity 2.1170"
+
+
 def test_lines_that_hold_less_are_passed_over(tmp_path):
     folder = make_run(tmp_path / "run", stages=("search", "data", "train"))
     before = look(folder)
@@ -99,6 +109,7 @@ def test_lines_that_hold_less_are_passed_over(tmp_path):
     ("where", "value", "problem"),
     [
         (("planned",), None, "planned must be a list"),
+        (("expected",), [], "expected must be an object"),
         (("steps", "search"), {}, "steps.search.state is missing"),
         (("steps", "search", "state"), "lost", "'lost' is no state"),
         (("steps", "search", "started"), "once", "'once' is no time"),

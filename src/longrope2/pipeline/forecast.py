@@ -4,8 +4,9 @@ Rough by intent: it tells minutes from days and whether a disk is large enough. 
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,7 +97,7 @@ def forecast(setting: Setting, steps: Sequence[Step], reasons: Mapping[str, str]
     machine = this_machine(shape.head_dim)
     rows = []
     for step in steps:
-        needs = _needs(setting, step, shape, machine) if step.name in reasons else Needs(seconds=0.0)
+        needs = _needs(setting, step, shape, machine, reasons) if step.name in reasons else Needs(seconds=0.0)
         rows.append(
             {
                 "step": step.name,
@@ -111,11 +112,11 @@ def forecast(setting: Setting, steps: Sequence[Step], reasons: Mapping[str, str]
     return {"machine": machine.name, "matmul_tflops": machine.matmul / 1e12, "steps": rows}
 
 
-def _needs(setting: Setting, step: Step, shape: Shape, machine: Machine) -> Needs:
-    makers = {
+def _needs(setting: Setting, step: Step, shape: Shape, machine: Machine, reasons: Mapping[str, str]) -> Needs:
+    makers: dict[str, Callable[..., Needs]] = {
         "search": _search,
         "data": _data,
-        "train": _train,
+        "train": partial(_train, is_planned="data" not in reasons),
         "evaluate": _evaluate,
         "export": _export,
         "verify": _verify,
@@ -160,11 +161,11 @@ def _data(setting: Setting, _: Step, shape: Shape, machine: Machine) -> Needs:
     )
 
 
-def _work(setting: Setting) -> tuple[Work | None, dict[str, Any]]:
-    """What training has to go through, from the plan if there is one, and the resolved options."""
+def _work(setting: Setting, *, is_planned: bool) -> tuple[Work | None, dict[str, Any]]:
+    """What training has to go through, from the plan if there is one that stays, and the resolved options."""
     recipe, path = setting.recipe, setting.folder / ledger.PLAN
     try:
-        plan = read_plan(path) if path.exists() else None
+        plan = read_plan(path) if is_planned and path.exists() else None
     except LongRopeError:
         plan = None  # damaged, and made again
     rows = len(plan) if plan else planned_rows(recipe)
@@ -180,8 +181,8 @@ def _work(setting: Setting) -> tuple[Work | None, dict[str, Any]]:
     ), recipe.train
 
 
-def _train(setting: Setting, _: Step, shape: Shape, machine: Machine) -> Needs:
-    work, options = _work(setting)
+def _train(setting: Setting, _: Step, shape: Shape, machine: Machine, *, is_planned: bool) -> Needs:
+    work, options = _work(setting, is_planned=is_planned)
     saved = PRECISION_BYTES[options.get("save_dtype", "bfloat16")] * shape.parameters
     disk = STATE_BYTES * shape.trained * (options.get("keep", 2) + 1) + saved
     if work is None or work.steps is None:

@@ -168,10 +168,12 @@ class Job:
                 Ledger(self.folder).describe(
                     model=self.setting.info.name,
                     revision=self.setting.info.revision,
+                    original_length=self.setting.info.rope.original_length,
                     target_length=self.setting.recipe.target_length,
                     recipe=_plain(asdict(self.setting.recipe)),
                     versions=package_versions("torch", "transformers"),
                     planned=[step.name for step in self._steps],
+                    expected={name: fingerprint(inputs) for name, inputs in self._inputs.items()},
                 )
                 for note in self.notes:
                     say(note)

@@ -35,33 +35,36 @@ VERIFIED = {...: [{"engine": str, "mode": str, "max_error": float | None, "verdi
 
 
 def gather(folder: Path) -> dict[str, Any]:
-    """Everything the report and the summary are made of."""
+    """Everything the report and the summary are made of; what other options gave is not part of it."""
     book = ledger.read_ledger(folder)
     if book is None:
         raise LongRopeError(f"{folder}: no run of `longrope2 extend` there", hint="give the folder named with -o")
-    finished = [name for name, entry in book["steps"].items() if entry["state"] == ledger.DONE]
-    factors = _factors(folder / ledger.FACTORS)
+    steps = ledger.current_steps(book)
+    finished = [name for name, entry in steps.items() if entry["state"] == ledger.DONE]
+    searched, trained = "search" in steps, "train" in steps
+    factors = _factors(folder / ledger.FACTORS) if searched else None
     scores, grids, evaluations = _evaluations(folder, book["recipe"]["methods"], finished)
-    log = read_log(folder / ledger.TRAINING_LOG) if (folder / ledger.TRAINING_LOG).is_file() else []
+    log = read_log(folder / ledger.TRAINING_LOG) if trained and (folder / ledger.TRAINING_LOG).is_file() else []
     return {
         "name": folder.absolute().name,
         "model": book["model"],
         "revision": book["revision"],
+        "original_length": factors["original_length"] if factors else book.get("original_length"),
         "target_length": book["target_length"],
         "recipe": book["recipe"],
         "versions": book["versions"],
-        "steps": book["steps"],
-        "search": _json(folder / ledger.SEARCH, SEARCH),
+        "steps": steps,
+        "search": _json(folder / ledger.SEARCH, SEARCH) if searched else None,
         "factors": factors,
         "closed_forms": _closed_forms(factors, book["recipe"]["methods"]),
-        "plan": _plan(folder / ledger.PLAN),
+        "plan": _plan(folder / ledger.PLAN) if "data" in steps else None,
         "log": [line for line in log if _is_step(line)],
         "needles_while_training": [line for line in log if "needles" in line],
-        "training": _json(folder / ledger.TRAINING_RECORD, TRAINING),
+        "training": _json(folder / ledger.TRAINING_RECORD, TRAINING) if trained else None,
         "scores": scores,
         "grids": grids,
         "evaluations": evaluations,
-        "verified": _json(folder / ledger.VERIFIED, VERIFIED),
+        "verified": _json(folder / ledger.VERIFIED, VERIFIED) if "verify" in steps else None,
         "exports": _exports(folder, finished, book),
     }
 

@@ -55,7 +55,7 @@ def label(method: str) -> str:
 def summarise(data: Mapping[str, Any]) -> Summary:
     """The summary of a gathered run; empty rows where nothing was evaluated."""
     scores: Mapping[str, Sequence[Score]] = data["scores"]
-    original = _original_length(data)
+    original = data["original_length"] or 0
     methods: dict[str, dict[str, Any]] = {name: {} for name in scores}
     for name, own in scores.items():
         by_suite = {suite: {str(s["length"]): s["score"] for s in overall(own, suite)} for suite in BY_LENGTH}
@@ -84,11 +84,6 @@ def short_perplexity(scores: Sequence[Score], original_length: int) -> float | N
     return None if best is None else best["score"]
 
 
-def _original_length(data: Mapping[str, Any]) -> int:
-    factors = data["factors"]
-    return factors["original_length"] if factors else data["target_length"]
-
-
 def _table(data: Mapping[str, Any], methods: dict[str, dict[str, Any]]) -> Summary:
     places = list(
         dict.fromkeys(
@@ -112,7 +107,7 @@ def _table(data: Mapping[str, Any], methods: dict[str, dict[str, Any]]) -> Summa
     if "short_perplexity" in shown:
         caption += "; short PPL: perplexity of books within the own window, kept: that of the original over it"
     return Summary(
-        title=f"{data['model']}, {_original_length(data):,} → {data['target_length']:,} tokens",
+        title=f"{data['model']}, {_extension(data)} tokens",
         columns=["", *(f"{SHORT_HEADS[suite]} {length_label(int(length))}" for suite, length in places),
                  *(extra[name] for name in shown)],
         rows=rows,
@@ -120,6 +115,11 @@ def _table(data: Mapping[str, Any], methods: dict[str, dict[str, Any]]) -> Summa
         methods=methods,
         note="" if data["recipe"].get("source") else UNTRAINED,
     )  # fmt: skip
+
+
+def _extension(data: Mapping[str, Any]) -> str:
+    lengths = (data["original_length"], data["target_length"])
+    return " → ".join(f"{length:,}" for length in lengths if length is not None)
 
 
 def _percent(value: float | None) -> str:
