@@ -205,6 +205,8 @@ def test_what_other_options_gave_is_not_reported_as_this(place, recipe, whole):
 
 def test_without_training_the_model_itself_is_exported(place, recipe, whole):
     folder = copy_steps(whole, place / "untrained", ["search"])
+    found = extend(None, folder, config=recipe, cache=place / "cache", stages=["search"])
+    assert (found["methods"], found["report"]) == ({}, None)
     with pytest.raises(LongRopeError, match="verify needs export"):
         job(place, recipe, folder, "verify").run()
     rest = job(place, recipe, folder, "export", "report")

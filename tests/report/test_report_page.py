@@ -170,6 +170,23 @@ def test_part_of_a_run_gives_part_of_a_page(tmp_path, stages, figures):
     assert set(found.marks) == set(figures)
 
 
+def test_needles_of_two_tables_are_one_map(tmp_path):
+    folder = make_run(tmp_path / "two", stages=("evaluate",))
+    first = json.loads((folder / "evaluate/base/niah/results.json").read_text())
+    grid = first["grids"]["niah"]
+    other = [[{"score": depth, "samples": 1, "low": 0.0, "high": 100.0}] for depth in range(len(grid["depths"]))]
+    first["grids"]["niah"] = {"lengths": [1024], "depths": grid["depths"], "cells": other}
+    (folder / "evaluate/base/niah-3").mkdir()
+    (folder / "evaluate/base/niah-3/results.json").write_text(json.dumps(first))
+    book = ledger.Ledger(folder)
+    book.start("evaluate/base/niah-3", {})
+    book.finish("evaluate/base/niah-3", {}, 1.0)
+    found = gather(folder)["grids"]["base"]
+    assert found["lengths"] == [256, 1024, 4096]
+    expected = [[row[0], new[0], row[1]] for row, new in zip(grid["cells"], other, strict=True)]
+    assert found["cells"] == expected
+
+
 def test_an_unfinished_step_is_named(tmp_path):
     folder = make_run(tmp_path / "part", stages=("search",))
     ledger.Ledger(folder).start("train", {})

@@ -22,7 +22,7 @@ from longrope2.pipeline.checks import check_recipe
 from longrope2.pipeline.recipe import Recipe, default_evaluations, read_recipe
 from longrope2.pipeline.steps import Setting, Step, make_steps, plan_is_usable
 from longrope2.report.gather import gather
-from longrope2.report.summary import UNTRAINED, summarise
+from longrope2.report.summary import UNTRAINED, Summary, summarise
 
 EARLIER = "earlier"
 """Where results go that other options have replaced."""
@@ -56,7 +56,7 @@ def extend(
         extend_again=extend_again,
     )
     job.run()
-    return {**summarise(gather(job.folder)).to_json(), "report": str(job.folder / ledger.PAGE)}
+    return _result(job.folder, summarise(gather(job.folder)))
 
 
 def run_extend(model: str | None, output: Path, *, dry_run: bool, as_json: bool, **options: Any) -> None:
@@ -73,7 +73,7 @@ def run_extend(model: str | None, output: Path, *, dry_run: bool, as_json: bool,
         return
     summary, page = summarise(gather(output)), output / ledger.PAGE
     if as_json:
-        show_json({**summary.to_json(), "report": str(page) if page.exists() else None})
+        show_json(_result(output, summary))
     else:
         if summary.rows:
             show_table(summary.title, summary.columns, summary.rows, caption=summary.caption)
@@ -81,6 +81,11 @@ def run_extend(model: str | None, output: Path, *, dry_run: bool, as_json: bool,
             print(f"report: {page}")
     if summary.note:
         say(summary.note)
+
+
+def _result(folder: Path, summary: Summary) -> dict[str, Any]:
+    page = folder / ledger.PAGE
+    return {**summary.to_json(), "report": str(page) if page.exists() else None}
 
 
 class Job:

@@ -141,9 +141,24 @@ def _evaluations(
                 if "niah" in result["grids"] and (problem := grid_misfit(result["grids"]["niah"])):
                     raise LongRopeError(f"{path}: damaged (grids.niah: {problem})", hint=AGAIN)
                 scores.setdefault(method, []).extend(result["scores"])
-                grids |= {method: result["grids"]["niah"]} if "niah" in result["grids"] else {}
+                if "niah" in result["grids"]:
+                    grids[method] = _joined(grids.get(method), result["grids"]["niah"])
                 facts[step] = {name: result[name] for name in ("device", "processes", "seconds", "config", "notes")}
     return scores, grids, facts
+
+
+def _joined(before: dict[str, Any] | None, grid: dict[str, Any]) -> dict[str, Any]:
+    """Needle grids of two tables as one; where both have a length, the later counts."""
+    if before is None or before["depths"] != grid["depths"]:
+        return grid
+    by_length = {
+        length: column
+        for each in (before, grid)
+        for length, column in zip(each["lengths"], zip(*each["cells"], strict=True), strict=True)
+    }
+    lengths = sorted(by_length)
+    rows = zip(*(by_length[length] for length in lengths), strict=True)
+    return {"lengths": lengths, "depths": grid["depths"], "cells": [list(row) for row in rows]}
 
 
 def _exports(folder: Path, finished: list[str], book: dict[str, Any]) -> list[dict[str, Any]]:
