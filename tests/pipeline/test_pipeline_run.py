@@ -196,7 +196,9 @@ def test_what_other_options_gave_is_not_reported_as_this(place, recipe, whole):
     assert tuple(before.methods) == METHODS[:3]
     job(place, write_recipe(place, name="searched.toml", iterations=2), folder, "search").run()
     (folder / ledger.FACTORS).unlink()
-    after = summarise(gather(folder))
+    data = gather(folder)
+    after = summarise(data)
+    assert data["outdated"] == EVALUATIONS[4:6]
     assert after.methods == {name: before.methods[name] for name in METHODS[:2]}
     assert after.title == before.title == "tiny, 256 → 512 tokens"
     views = {view.stage: view for view in look(folder)}
@@ -239,7 +241,7 @@ def test_without_texts_all_but_training_is_done_and_it_can_be_added(place, recip
     with_texts = job(place, recipe, folder)
     assert list(with_texts.reasons()) == ["data", "train", *EVALUATIONS[6:], "export", "verify", "report"]
     assert with_texts.notes == []
-    with pytest.raises(LongRopeError, match="trained before, and this recipe names no"):
+    with pytest.raises(LongRopeError, match="begun with texts to train on, and this recipe names no"):
         job(place, bare, whole)
 
 

@@ -191,6 +191,10 @@ def test_an_unfinished_step_is_named(tmp_path):
     folder = make_run(tmp_path / "part", stages=("search",))
     ledger.Ledger(folder).start("train", {})
     assert "Not finished: train." in write_report(folder).read_text()
+    ledger.Ledger(folder).describe(expected={"search": "another"})
+    page = write_report(folder).read_text()
+    assert "Done: nothing yet. Not finished: train. Left out, made with other options: search." in page
+    assert Page(page).marks.keys() == set()
 
 
 def test_what_is_no_run_is_refused(tmp_path):

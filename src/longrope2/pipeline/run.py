@@ -131,7 +131,7 @@ class Job:
             return list(STAGES)
         if any(stage in Ledger(self.folder).steps for stage in TRAINING):
             raise LongRopeError(
-                f"{self.folder}: trained before, and this recipe names no [[source]] to train on",
+                f"{self.folder}: begun with texts to train on, and this recipe names no [[source]]",
                 hint="give the recipe again (--config), or another folder",
             )
         self.notes.append(UNTRAINED)

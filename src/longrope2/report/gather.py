@@ -54,6 +54,7 @@ def gather(folder: Path) -> dict[str, Any]:
         "recipe": book["recipe"],
         "versions": book["versions"],
         "steps": steps,
+        "outdated": [name for name in book["steps"] if name not in steps],
         "search": _json(folder / ledger.SEARCH, SEARCH) if searched else None,
         "factors": factors,
         "closed_forms": _closed_forms(factors, book["recipe"]["methods"]),

@@ -84,7 +84,11 @@ def _subtitle(data: Data) -> str:
     running = [name for name, entry in data["steps"].items() if entry["state"] != ledger.DONE]
     done = list(dict.fromkeys(name.partition("/")[0] for name in data["steps"] if name not in running))
     text = f"Done: {', '.join(done) or 'nothing yet'}."
-    return text + (f" Not finished: {', '.join(running)}." if set(running) - {"report"} else "")
+    if set(running) - {"report"}:
+        text += f" Not finished: {', '.join(running)}."
+    if data["outdated"]:
+        text += f" Left out, made with other options: {', '.join(data['outdated'])}."
+    return text
 
 
 def _note(summary: Summary) -> str:
