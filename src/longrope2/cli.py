@@ -649,7 +649,7 @@ def compare(runs: tuple[str, ...], output: Path | None, base: str | None, agains
 )
 @click.option("--results", type=PLACE, metavar="FILE", help="JSON to show on the model card.")
 @click.option("--extend-again", is_flag=True, help="Replace the factors that the model carries.")
-@click.option("--force", is_flag=True, help="Replace a model that is there already.")
+@click.option("--force", is_flag=True, help="Replace an earlier export there; anything else never.")
 def export(model: str, output: Path, **options: Any) -> None:
     """Write an extended model for the engines people serve with."""
     from longrope2.export.run import export as run_export

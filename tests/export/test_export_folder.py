@@ -264,13 +264,26 @@ class TestOutput:
         (tmp_path / "empty").mkdir()
         export("tiny", tmp_path / "empty", factors=tiny_factors())
 
-    def test_what_is_no_model_is_never_replaced(self, tmp_path):
+    def test_what_is_no_export_is_never_replaced(self, tmp_path):
         (tmp_path / "home").mkdir()
         (tmp_path / "home" / "thesis.tex").touch()
         (tmp_path / "file").touch()
-        for name, message in (("home", "is not a model, and is never replaced"), ("file", "is a file")):
+        shutil.copytree(TINY, tmp_path / "base")
+        # As a trained model whose factors are those of an export.
+        export("tiny", tmp_path / "trained", factors=tiny_factors())
+        (tmp_path / "trained" / "README.md").unlink()
+        # As a trained model that was given the card of its export.
+        export("tiny", tmp_path / "uploaded", factors=tiny_factors())
+        tiny_factors().save(tmp_path / "uploaded" / "factors.json")
+        refused = "is not an export of longrope2, and is never replaced"
+        messages = {"file": "is a file"} | dict.fromkeys(("home", "base", "trained", "uploaded"), refused)
+        before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+        for name, message in messages.items():
             with pytest.raises(LongRopeError, match=message):
                 export("tiny", tmp_path / name, factors=tiny_factors(), force=True)
+        assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+
+    def test_the_model_itself_is_never_replaced(self, tmp_path):
         shutil.copytree(TINY, tmp_path / "source")
         with pytest.raises(LongRopeError, match="is the model itself"):
             export(str(tmp_path / "source"), tmp_path / "source", factors=tiny_factors(), force=True)

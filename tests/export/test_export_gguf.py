@@ -326,9 +326,29 @@ class TestRefusals:
         with pytest.raises(ModelError, match=r"tensors missing \['model\.layers\.0\.self_attn\.q_proj\.weight'\]"):
             Reference(path).model()
 
-    def test_other_names(self, tmp_path):
-        with pytest.raises(LongRopeError, match=r"must end in \.gguf"):
-            export("tiny", tmp_path / "o.bin", factors=tiny_factors(), format="gguf")
+    def test_what_is_no_export_is_never_replaced(self, tmp_path):
+        path, card = tmp_path / "tiny.gguf", tmp_path / "tiny.md"
+        export("tiny", path, factors=tiny_factors(), format="gguf")
+        with pytest.raises(LongRopeError, match=r"tiny\.gguf exists already"):
+            export("tiny", path, factors=tiny_factors(), format="gguf")
+        export("tiny", path, factors=tiny_factors(), format="gguf", force=True)
+        theirs = path.read_bytes().replace(b"longrope2.config", b"somebody.else.s1")
+        for place, content in ((card, b"# notes"), (path, theirs), (path, b"GGUF but not really")):
+            before = place.read_bytes()
+            place.write_bytes(content)
+            with pytest.raises(LongRopeError, match=rf"{place.name} is not an export of longrope2, and is never"):
+                export("tiny", path, factors=tiny_factors(), format="gguf", force=True)
+            assert place.read_bytes() == content
+            place.write_bytes(before)
+
+    @pytest.mark.parametrize(
+        ("name", "format", "hint"),
+        [("o.bin", "gguf", r"say -o .*o\.bin\.gguf"), ("o.gguf", "huggingface", "add --format")],
+    )
+    def test_names_and_formats_must_agree(self, name, format, hint, tmp_path):
+        with pytest.raises(LongRopeError, match=rf"ends in \.gguf, and that of a folder does not\nhint: {hint}"):
+            export("tiny", tmp_path / name, factors=tiny_factors(), format=format)
+        assert list(tmp_path.iterdir()) == []
 
     def test_numbers_beyond_float16(self, tmp_path):
         model = family_folder(tmp_path / "m", "llama")

@@ -15,6 +15,8 @@ from longrope2.factors import RescaleFactors
 from longrope2.shapes import misfit
 
 RESULTS_HINT = "give results.json of `longrope2 evaluate`, or any other object of numbers"
+TAGS = "tags: [longrope2, long-context]"
+"""A line that every card has, and by which it is known again."""
 PROMISES = {
     "dual": "`dual`: the original RoPE up to {original} tokens and the rescaled one beyond, where an engine can",
     "static-long": "`static-long`: the rescaled RoPE in every sequence, the same in every engine",
@@ -39,7 +41,7 @@ def card(
         "---",
         *_kept_metadata(source_card),
         "library_name: transformers" if format == "huggingface" else "library_name: gguf",
-        "tags: [longrope2, long-context]",
+        TAGS,
         "---",
         f"# {Path(where).stem if format == 'gguf' else Path(where).name}",
         "",
@@ -76,6 +78,11 @@ def card(
         "",
     ]
     return "\n".join(parts)
+
+
+def is_card(path: Path) -> bool:
+    """Whether a file is the card of an export."""
+    return path.is_file() and TAGS in path.read_text(encoding="utf-8", errors="replace").splitlines()
 
 
 def read_results(path: Path) -> Any:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from longrope2.console import ProgressLine
-from longrope2.errors import ModelError, require
+from longrope2.errors import FactorsError, ModelError, require
 from longrope2.export.config import serving_config
 from longrope2.export.gguf_tokenizer import add_tokenizer
 from longrope2.export.output import check_room
@@ -177,6 +177,15 @@ class GGUFExport:
             heads = _permuted_heads(name, architecture, self.config)
             state[name] = torch.tensor(unpermute(values, heads) if heads else values, dtype=torch.float32)
         return model_of(self.config, state, self._name).float()
+
+
+def is_exported_file(path: Path) -> bool:
+    """Whether `write_file` wrote it."""
+    try:
+        GGUFExport(path)
+    except (ModelError, FactorsError):
+        return False
+    return True
 
 
 def _live(config: Mapping[str, Any]) -> Any:

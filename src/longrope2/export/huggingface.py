@@ -8,13 +8,16 @@ from typing import Any
 import torch
 
 from longrope2.console import ProgressLine, warn
-from longrope2.export.config import serving_config
+from longrope2.errors import FactorsError
+from longrope2.export.card import is_card
+from longrope2.export.config import is_export, serving_config
 from longrope2.export.output import check_room
 from longrope2.export.weights import Change, SourceModel, Stored, cast
 from longrope2.factors import RescaleFactors
 from longrope2.files import atomic_folder, write_json, write_text
 from longrope2.generation.saved import FACTORS_FILE
 
+CARD = "README.md"
 SHARD_BYTES = 4 << 30
 COMPANIONS = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
@@ -46,7 +49,15 @@ def write_folder(
         factors.save(folder / FACTORS_FILE)
         _write_tokenizer(source, folder, factors)
         _write_shards(source, folder, shards, dtype, change)
-        write_text(folder / "README.md", card)
+        write_text(folder / CARD, card)
+
+
+def is_exported_folder(folder: Path) -> bool:
+    """Whether `write_folder` wrote it: a trained model may have factors that come from an export, but no such card."""
+    try:
+        return is_card(folder / CARD) and is_export(RescaleFactors.load(folder / FACTORS_FILE))
+    except FactorsError:
+        return False
 
 
 def _size(tensor: Stored, dtype: torch.dtype) -> int:

@@ -1,6 +1,7 @@
 """Where an export goes: never over something by accident, never without room."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from longrope2.errors import LongRopeError
@@ -9,17 +10,17 @@ MARGIN = 64 << 20
 """Bytes for tokenizer, config and the file system's own needs."""
 
 
-def check_output(output: Path, *, source: str, force: bool, is_folder: bool) -> None:
-    """Raise unless `output` may be written: it is free, or an earlier model and `force` is given."""
+def check_output(output: Path, *, source: str, force: bool, is_folder: bool, is_ours: Callable[[Path], bool]) -> None:
+    """Raise unless `output` may be written: it is free, or an earlier export and `force` is given."""
     if output.exists() and Path(source).exists() and output.resolve() == Path(source).resolve():
         raise LongRopeError(f"{output} is the model itself", hint="write the export to another place")
     if not output.exists() or (is_folder and output.is_dir() and not any(output.iterdir())):
         return
     if is_folder != output.is_dir():
         raise LongRopeError(f"{output} is a {'file' if is_folder else 'folder'}", hint="name another place with -o")
-    if is_folder and not (output / "config.json").is_file():
+    if not is_ours(output):
         raise LongRopeError(
-            f"{output} holds something that is not a model, and is never replaced", hint="name another place with -o"
+            f"{output} is not an export of longrope2, and is never replaced", hint="name another place with -o"
         )
     if not force:
         raise LongRopeError(f"{output} exists already", hint="--force replaces it")

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from longrope2.console import say, warn
 from longrope2.errors import LongRopeError
-from longrope2.export.card import card, read_results
+from longrope2.export.card import card, is_card, read_results
 from longrope2.export.config import Profile, profile_of, profiled, with_forced_temperature, with_provenance
 from longrope2.export.engines import ENGINES, Format
 from longrope2.export.fold import QueryScale
-from longrope2.export.gguf import check_architecture, write_file
-from longrope2.export.huggingface import write_folder
+from longrope2.export.gguf import check_architecture, is_exported_file, write_file
+from longrope2.export.huggingface import is_exported_folder, write_folder
 from longrope2.export.output import check_output
 from longrope2.export.weights import SourceModel
 from longrope2.factors import RescaleFactors
@@ -79,11 +79,15 @@ def export(
 
 
 def _check_outputs(output: Path, source: SourceModel, *, format: Format, force: bool) -> None:
-    if format == "gguf" and output.suffix != ".gguf":
-        raise LongRopeError(f"{output}: the name of a GGUF file must end in .gguf")
-    check_output(output, source=source.info.location, force=force, is_folder=format == "huggingface")
-    if format == "gguf":
-        check_output(_card_path(output), source=source.info.location, force=force, is_folder=False)
+    is_folder = format == "huggingface"
+    if is_folder == (output.suffix == ".gguf"):
+        raise LongRopeError(
+            f"{output}: the name of a GGUF file ends in .gguf, and that of a folder does not",
+            hint="add --format gguf" if is_folder else f"say -o {output}.gguf, or leave --format gguf out",
+        )
+    ours = {output: is_exported_folder} if is_folder else {output: is_exported_file, _card_path(output): is_card}
+    for place, is_ours in ours.items():
+        check_output(place, source=source.info.location, force=force, is_folder=is_folder, is_ours=is_ours)
 
 
 def _card_path(output: Path) -> Path:
