@@ -142,6 +142,21 @@ def only_one(
     raise LongRopeError(f"{folder}: {refusal}", hint=hint)
 
 
+def refuse_foreign(folder: Path, command: str, *marks: str, beside: str | Path | None = None) -> None:
+    """Keep a command from writing among the files of other things; a folder of its own has one of these marks.
+
+    The file that a run is made from, `beside`, may lie where its results go.
+    """
+    if not folder.is_dir() or any((folder / mark).exists() for mark in marks):
+        return
+    known = None if beside is None else Path(beside).resolve()
+    # Hidden files are a lock, what a kill left at the very start, or a system's own.
+    if any(not path.name.startswith(".") and path.resolve() != known for path in folder.iterdir()):
+        raise LongRopeError(
+            f"{folder}: neither empty nor a run of `longrope2 {command}`", hint="use another folder, or an empty one"
+        )
+
+
 def is_locked(path: Path) -> bool:
     """Whether a process holds this file, or folder, for itself right now."""
     try:

@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import shutil
 import sys
 import types
 from dataclasses import replace
@@ -289,6 +291,7 @@ def test_what_is_left_out_and_what_is_written_is_told(tmp_path, monkeypatch, cap
         (["--suite", "niah", "--chat"], "the tokenizer has no chat template"),
         (["--suite", "niah", "--books", "nosuch"], "'nosuch' is neither a file or folder"),
         (["--suite", "niah", "-o", "taken"], "taken: cannot be written (File exists)\nhint: give another path"),
+        (["--suite", "niah", "-o", "searched"], "searched: neither empty nor a run of `longrope2 evaluate`"),
         (["--suite", "niah", "-o", "odd"], "odd/results.json: cannot be written (Is a directory)\nhint: give another"),
         (["--suite", "perplexity,niah", "--lengths", "256,127"], "of 127 tokens has no room"),
         (["--suite", "perplexity,passkey", "--lengths", "256,128"], "has no room for its sentences and the answer"),
@@ -309,6 +312,8 @@ def test_wrong_evaluations_are_one_message(options, message, tmp_path, monkeypat
     monkeypatch.setattr(models, "load", lambda *_, **__: pytest.fail("weights were loaded"))
     (tmp_path / "taken").touch()
     (tmp_path / "odd" / "results.json").mkdir(parents=True)
+    (tmp_path / "searched").mkdir()
+    (tmp_path / "searched" / "history.jsonl").touch()
     (tmp_path / "nq").mkdir()
     (tmp_path / "short.txt").write_text("A book of few words.")
     row = {"input": "", "context": "x = 1\n", "answers": ["y"], "all_classes": None}
@@ -338,6 +343,15 @@ def test_one_evaluation_at_a_time_in_a_folder(tmp_path, monkeypatch, capsys):
         code, _, error = command(monkeypatch, capsys, "evaluate", "tiny", "--suite", "niah", "-o", tmp_path)
     assert code == 2
     assert f"{tmp_path}: another process is evaluating there" in error
+
+
+def test_a_model_that_cannot_be_loaded_leaves_no_folder(tmp_path, monkeypatch, capsys):
+    shutil.copytree(models.ASSETS / "tiny", tmp_path / "cut")
+    os.truncate(tmp_path / "cut" / "model.safetensors", 1 << 20)
+    code, _, error = command(monkeypatch, capsys, "evaluate", tmp_path / "cut", "--suite", "niah", "-o", tmp_path / "o")
+    assert code == 2
+    assert "its weights cannot be loaded" in error
+    assert not (tmp_path / "o").exists()
 
 
 def test_lengths_up_to_the_window():

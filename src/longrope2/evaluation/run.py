@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -35,7 +35,7 @@ from longrope2.evaluation.suites import Setup, Suite, chosen
 from longrope2.evaluation.table import run_tables
 from longrope2.evaluation.vllm_backend import ONE_SIDE, VllmBackend
 from longrope2.factors import RescaleFactors
-from longrope2.files import check_writable, only_one, package_versions, write_json
+from longrope2.files import check_writable, only_one, package_versions, refuse_foreign, write_json
 from longrope2.generation.saved import carries_factors, read_factors, told_factors
 
 SUITES: dict[str, Suite] = {
@@ -46,6 +46,7 @@ SHORTEST = 4096
 LARGEST_SEED = 2**32 - 1
 """Of numpy's old generator, with which RULER draws."""
 JOURNAL = "generations.jsonl"
+SAMPLES = "samples"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +187,7 @@ def run_evaluation(
     _check(config, info, factors, window, switch_length, backend_name)
     described = _described(info, factors)
     started = time.monotonic()
-    with world() as here, _alone(output, here):
+    with world() as here, _alone(output, factors_file, here):
         backend, facts = _backend(info, factors, window, switch_length, backend_name, here)
         header = {
             "version": __version__,
@@ -197,7 +198,7 @@ def run_evaluation(
             **facts,
         }
         with closing(Journal(output / JOURNAL if here.is_main else None, header)) as journal:
-            outcomes = evaluate(backend, config, journal, here, cache=cache or output / "samples")
+            outcomes = evaluate(backend, config, journal, here, cache=cache or output / SAMPLES)
         if not here.is_main:
             return
         notes = [note for outcome in outcomes.values() for note in outcome.notes]
@@ -245,12 +246,20 @@ def _check(
 
 
 @contextmanager
-def _alone(output: Path, here: World) -> Iterator[None]:
-    """Keep other evaluations out of the folder, and see that it takes the results."""
-    with only_one(output if here.is_main else None, "another process is evaluating there"):
-        if here.is_main:
-            check_writable(output / RESULTS)
+def _alone(output: Path, factors_file: Path | None, here: World) -> Iterator[None]:
+    """Keep other evaluations out of the folder, and see that it holds nothing else and takes the results."""
+    if not here.is_main:
         yield
+        return
+    refuse_foreign(output, "evaluate", JOURNAL, RESULTS, SAMPLES, beside=factors_file)
+    with only_one(output, "another process is evaluating there"):
+        try:
+            check_writable(output / RESULTS)
+            yield
+        except BaseException:
+            with suppress(OSError):
+                output.rmdir()  # where nothing came into it, as of a model that cannot be loaded
+            raise
 
 
 def _backend(
