@@ -15,7 +15,7 @@ from longrope2.console import duration, say, show_json, show_table, warn
 from longrope2.distributed import world
 from longrope2.errors import LongRopeError
 from longrope2.evaluation.suites import chosen
-from longrope2.files import package_versions
+from longrope2.files import package_versions, refuse_foreign
 from longrope2.ledger import STAGES, TRAINING, Ledger, fingerprint, only_one
 from longrope2.models import describe
 from longrope2.pipeline.checks import check_recipe
@@ -104,7 +104,7 @@ class Job:
         self.folder = folder
         self.notes: list[str] = []
         """What people should know before it starts."""
-        _refuse_foreign(folder, config)
+        refuse_foreign(folder, "extend", ledger.LEDGER, beside=config)
         recipe = read_recipe(config, model=model, note=self.notes.append, **given)
         info = describe(recipe.model, original_length=recipe.original_length)
         info.refuse_rescaled(extend_again=recipe.extend_again)
@@ -235,18 +235,6 @@ class Job:
                     f"{step.name} needs {' and '.join(stages)}, not done yet with these options",
                     hint=f"run that, too: --stages {','.join([*stages, *self._wanted])}",
                 )
-
-
-def _refuse_foreign(folder: Path, config: str | Path | None) -> None:
-    """Nothing is written among files of other things; a recipe may lie where its run goes."""
-    if not folder.is_dir() or (folder / ledger.LEDGER).exists():
-        return
-    recipe = None if config is None else Path(config).resolve()
-    # Hidden files are a lock, what a kill left at the very start, or a system's own.
-    if any(not path.name.startswith(".") and path.resolve() != recipe for path in folder.iterdir()):
-        raise LongRopeError(
-            f"{folder}: neither empty nor a run of `longrope2 extend`", hint="use another folder, or an empty one"
-        )
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
