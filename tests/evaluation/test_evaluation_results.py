@@ -287,6 +287,10 @@ def test_what_is_left_out_and_what_is_written_is_told(tmp_path, monkeypatch, cap
             ["--suite", "niah", "--backend", "vllm", "--switch-length", "64"],
             "--backend vllm takes a saved model as it is",
         ),
+        (
+            ["--suite", "niah,perplexity,short", "--backend", "vllm", "--beyond-window"],
+            "--backend vllm cannot run suite perplexity and suite short and --beyond-window",
+        ),
         (["--suite", "niah", "--samples", "373"], "samples must be at most 372 for niah, got 373\nhint: see"),
         (["--suite", "niah", "--chat"], "the tokenizer has no chat template"),
         (["--suite", "niah", "--books", "nosuch"], "'nosuch' is neither a file or folder"),

@@ -4,6 +4,7 @@ import gzip
 import json
 
 import pytest
+from ruler_fixtures import question_files
 
 from longrope2.distributed import World
 from longrope2.errors import DataError
@@ -72,6 +73,13 @@ def test_files_are_found_packed_and_by_either_name(tmp_path):
     assert ruler_suite._find(None, ("x",)) is None
     with pytest.raises(DataError, match=r"dev-v2.0.json.gz: not in the format of squad"):
         ruler_suite.run(setup_of(tmp_path, "qa_1", data=tmp_path / "data"), Knowing(set()))
+
+
+@pytest.mark.parametrize(("samples", "asked"), [(9, "9"), (None, "100")])
+def test_too_few_questions_are_known_before_the_model_is_loaded(tmp_path, samples, asked):
+    question_files(tmp_path)
+    with pytest.raises(DataError, match=rf"squad\.json: \d questions, {asked} asked for"):
+        ruler_suite.check(setup_of(tmp_path, "qa_1", samples=samples, data=tmp_path))
 
 
 def test_nothing_to_run_is_an_error(tmp_path):

@@ -187,8 +187,8 @@ def test_bad_requests(tmp_path, files):
     with pytest.raises(DataError, match="not a readable JSON file"):
         make("qa_1", qa_file=tmp_path / "absent.json")
     with pytest.raises(DataError, match=r"absent\.json: cannot be read"):
-        make_all(["qa_1"], tokenizer=neox_tokenizer(), lengths=[4096], count=1, cache=tmp_path,
-                 qa_files={"qa_1": tmp_path / "absent.json"})  # fmt: skip
+        make_all(["cwe"], tokenizer=neox_tokenizer(), lengths=[4096], count=1, cache=tmp_path,
+                 english_words=tmp_path / "absent.json")  # fmt: skip
 
 
 def test_more_common_words_than_wonderwords_has(tmp_path):

@@ -8,6 +8,7 @@ from longrope2.errors import DataError
 from longrope2.evaluation.engine import Engine
 from longrope2.evaluation.results import Outcome, answered, by_task, with_averages
 from longrope2.evaluation.ruler import TASKS, make_all, make_samples, score, unavailable
+from longrope2.evaluation.ruler.generate import check as check_request
 from longrope2.evaluation.samples import Sample
 from longrope2.evaluation.suites import Setup, Suite, data_folder
 
@@ -61,17 +62,20 @@ def find_sources(setup: Setup) -> Sources:
 
 
 def check(setup: Setup) -> None:
-    """Refuse a length without room for a sample of some task, and files of another kind."""
+    """Refuse a length without room for a sample of some task, and files of another kind or with too few questions."""
     sources = find_sources(setup)
+    length = setup.trial.lengths[-1]
     for task in sources.tasks:
+        file = sources.qa_files.get(task)
+        check_request(task, length=length, count=setup.samples or COUNT, qa_file=file)
         make_samples(
             task,
             tokenizer=setup.tokenizer,
-            length=setup.trial.lengths[-1],
+            length=length,
             count=1,
             seed=setup.seed,
             haystack=sources.haystack,
-            qa_file=sources.qa_files.get(task),
+            qa_file=file,
             english_words=sources.english_words,
             chat_template=setup.chat,
         )

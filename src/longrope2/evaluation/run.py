@@ -242,6 +242,13 @@ def _check(
         if factors is None and not carries_factors(info):
             raise LongRopeError("--switch-length needs a model with two sides", hint="give --factors FILE")
         generation.check_switch_length(switch_length, window)
+    if backend_name == "vllm":
+        cannot = [f"suite {name}" for name in (book_perplexity.NAME, short.NAME) if name in config.suites]
+        cannot += ["--beyond-window"] if config.beyond_window else []
+        if cannot:
+            raise LongRopeError(
+                f"--backend vllm cannot run {' and '.join(cannot)}", hint="leave --backend at its default"
+            )
     check_suites(config, window, models.load_tokenizer(info))
 
 

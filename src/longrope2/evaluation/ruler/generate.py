@@ -10,7 +10,7 @@ from longrope2.evaluation.ruler.counting import CommonWordsMaker, frequent_words
 from longrope2.evaluation.ruler.haystack import load_haystack
 from longrope2.evaluation.ruler.niah import NeedleMaker
 from longrope2.evaluation.ruler.prompt import Frame, TokenCounter, chat_frame
-from longrope2.evaluation.ruler.questions import ORIGINS, QuestionMaker
+from longrope2.evaluation.ruler.questions import ORIGINS, QuestionMaker, read_questions
 from longrope2.evaluation.ruler.sizing import Draft, Maker, fitting
 from longrope2.evaluation.ruler.tasks import TASKS, RulerTask
 from longrope2.evaluation.ruler.tracking import TrackingMaker
@@ -97,6 +97,10 @@ def check(task: str, *, length: int, count: int, qa_file: Path | None) -> None:
         )
     if count < 1:
         raise DataError(f"{count} samples asked for, at least 1 expected", hint="ask for more")
+    if questions is not None and qa_file is not None:
+        known, _ = read_questions(questions, qa_file)
+        if count > len(known):
+            raise DataError(f"{qa_file}: {len(known):,} questions, {count:,} asked for", hint="ask for fewer samples")
 
 
 def make(request: Request) -> list[RulerSample]:
@@ -132,7 +136,7 @@ def _maker(task: RulerTask, request: Request) -> Maker:
         return NeedleMaker(task, length=length, seed=seed, frame=frame, haystack=haystack)
     if task.question_file is not None:
         assert request.qa_file is not None
-        return QuestionMaker(task, seed=seed, frame=frame, file=request.qa_file, count=request.count)
+        return QuestionMaker(task, seed=seed, frame=frame, file=request.qa_file)
     if task.name == "vt":
         return TrackingMaker(length=length, seed=seed, frame=frame, count_tokens=request.counter)
     return CommonWordsMaker(length=length, seed=seed, frame=frame, english_words=request.english_words)

@@ -41,13 +41,9 @@ def unavailable(qa_files: Mapping[str, Path]) -> dict[str, str]:
 class QuestionMaker(Maker):
     """Prompts of the QA tasks, one question after another; sizes are documents."""
 
-    def __init__(self, task: RulerTask, *, seed: int, frame: Frame, file: Path, count: int) -> None:
+    def __init__(self, task: RulerTask, *, seed: int, frame: Frame, file: Path) -> None:
         assert task.question_file is not None
         self._questions, self._documents = read_questions(task.question_file, file)
-        if count > len(self._questions):
-            raise DataError(
-                f"{file}: {len(self._questions):,} questions, {count:,} asked for", hint="ask for fewer samples"
-            )
         self._task, self._seed, self._frame = task, seed, frame
         self._random = Random(seed)  # noqa: S311
         self.step = 10
