@@ -197,6 +197,7 @@ class TestPublishedConfigs:
         ({"model_type": "internlm2", "auto_map": {}}, "needs code from the model repository"),
         (SMALL | {"model_type": "llama", "hidden_size": 65}, "not divisible"),
         (SMALL | {"model_type": "llama", "num_hidden_layers": "two"}, "num_hidden_layers must be a positive"),
+        ({"model_type": "llama"}, "num_hidden_layers must be a positive integer, got None"),
         (SMALL | {"model_type": "llama", "rope_theta": -5}, "theta must be"),
         (SMALL | {"model_type": "llama", "rope_scaling": 3}, "rope_parameters must be an object"),
         (SMALL | {"model_type": "llama", "rope_scaling": {"rope_type": "odd", "factor": 2}}, "'odd'"),
@@ -211,7 +212,8 @@ class TestPublishedConfigs:
 def test_refusals(config, message):
     with pytest.raises(ModelError) as caught:
         read_config(config)
-    assert message in str(caught.value)
+    assert message in caught.value.message
+    assert caught.value.hint
 
 
 def test_original_length_can_be_overridden():

@@ -111,7 +111,7 @@ def read_config(config: Mapping[str, Any], *, original_length: int | None = None
         raise _refusal(family, config)
     try:
         return _read(config, family, original_length)
-    # What a number would be, and is a text, a list, zero or negative, shows only where it is reckoned with.
+    # Much of what a number should be, and is a text, a list, zero or negative, shows only where it is reckoned with.
     except (ValueError, TypeError, ArithmeticError) as error:
         raise ModelError(
             f"the config of this {family} model is not usable: {error}", hint="copy or download config.json again"
@@ -122,7 +122,7 @@ def _read(config: Mapping[str, Any], family: str, original_length: int | None) -
     defaults = FAMILIES[family]
     layer_types, sliding_window = _layers(config, defaults)
     parameters = _rope_parameters(config, defaults)
-    head_dim = _head_dim(config, family, defaults)
+    head_dim = _head_dim(config, defaults)
     rotary_dim = int(head_dim * float(parameters["partial_rotary_factor"]))
     window = _positive_int(config, "max_position_embeddings", defaults.window)
     method = parameters["rope_type"]
@@ -174,16 +174,15 @@ def _refusal(family: Any, config: Mapping[str, Any]) -> ModelError:
     )
 
 
-def _head_dim(config: Mapping[str, Any], family: str, defaults: Family) -> int:
+def _head_dim(config: Mapping[str, Any], defaults: Family) -> int:
     if config.get("head_dim"):
         return _positive_int(config, "head_dim")
     if defaults.head_dim and "head_dim" not in config:
         return defaults.head_dim
     hidden, heads = _positive_int(config, "hidden_size"), _positive_int(config, "num_attention_heads")
     if hidden % heads:
-        raise ModelError(
-            f"hidden_size {hidden} is not divisible by num_attention_heads {heads} and the config of this "
-            f"{family} model names no head_dim"
+        raise ValueError(
+            f"hidden_size {hidden} is not divisible by num_attention_heads {heads}, and head_dim is missing"
         )
     return hidden // heads
 
@@ -192,7 +191,7 @@ def _rope_parameters(config: Mapping[str, Any], defaults: Family) -> dict[str, A
     """The RoPE of the full-attention layers, with every key and in the form of transformers 5."""
     found = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(found, Mapping):
-        raise ModelError(f"rope_parameters must be an object, got {found!r}")
+        raise TypeError(f"rope_parameters must be an object, got {found!r}")
     found = found.get(FULL_ATTENTION, found)
     partial = config.get("partial_rotary_factor", config.get("rotary_pct", config.get("rope_pct")))
     method = found.get("rope_type") or found.get("type") or "default"
@@ -258,8 +257,8 @@ def _existing_rescaling(parameters: Mapping[str, Any], rope: RopeSpec, window: i
     elif method == "longrope":
         factors = parameters.get("short_factor")
         if not isinstance(factors, list) or len(factors) != rope.num_dims:
-            raise ModelError(
-                f"the config's short_factor must list {rope.num_dims} numbers, got "
+            raise ValueError(
+                f"short_factor must list {rope.num_dims} numbers, got "
                 f"{len(factors) if isinstance(factors, list) else factors!r}"
             )
         if attention_factor is None and factor > 1:
@@ -326,5 +325,5 @@ def _full_layers(config: Mapping[str, Any], family: str, count: int) -> Containe
 def _positive_int(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
     value = config.get(key, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelError(f"the config's {key} must be a positive integer, got {value!r}")
+        raise ValueError(f"{key} must be a positive integer, got {value!r}")
     return value
