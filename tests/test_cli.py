@@ -149,6 +149,10 @@ FACTORS = ["factors", "MODEL", "--target-length", "32k", "-o", "f.json", "--meth
         ([*FACTORS, "pi", "--critical-dimension", "3"], "method 'pi' takes no critical_dimension"),
         ([*FACTORS, "longrope2", "--right-factors", "4,x"], "'x' is not a number"),
         (
+            [*FACTORS, "longrope2", "--attention-factor", "-1"],
+            "the attention factor must be a finite number above 0, got -1\nhint: 1 leaves",
+        ),
+        (
             [*FACTORS, "longrope2", "--critical-dimension", "20", "--right-factors", "-1"],
             "right-hand factors must be finite numbers above 0, got -1.0, -1.0, -1.0\nhint:",
         ),

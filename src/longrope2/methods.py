@@ -132,6 +132,11 @@ def longrope2(
             f"right-hand factors must be finite numbers above 0, got {', '.join(map(str, right[:3]))}",
             hint=f"the theory's bound is {spec.extension_ratio(target_length):g}, the target over the original length",
         )
+    if not 0 < attention_factor < math.inf:
+        raise FactorsError(
+            f"the attention factor must be a finite number above 0, got {attention_factor:g}",
+            hint="1 leaves the temperature as it is",
+        )
     if len(right) != width:
         raise FactorsError(
             f"{len(right)} right-hand factors, expected {width} for critical dimension {c} "
