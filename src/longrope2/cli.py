@@ -531,9 +531,7 @@ def train(model: str, estimate: bool, gpus: int, gpu: str, target_length: int | 
     missing = [f"--{name}" for name in ("factors", "plan", "output") if options[name] is None]
     if missing:
         raise click.UsageError(f"missing: {', '.join(missing)}")
-    from longrope2.training.interrupts import interrupts
-
-    with interrupts():  # also around the imports, where one may get lost
+    with _resumable():
         from longrope2.training.run import run_train
 
         run_train(model, **options)

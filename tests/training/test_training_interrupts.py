@@ -48,7 +48,6 @@ def test_the_step_under_way_is_saved(sample, tmp_path, monkeypatch, capfd):
             sample.run(tmp_path / "parts", **options)
     errors = capfd.readouterr().err
     assert "Ctrl-C again stops at once" in errors
-    assert "stopped after step 3 of 5" in errors
     assert checkpoints(tmp_path / "parts") == ["step-00000003"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     sample.run(tmp_path / "parts", **options)
@@ -124,6 +123,6 @@ def test_several_processes_save_together(sample, tmp_path):
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=120)
-    assert "the same command goes on from the newest checkpoint" in errors
+    assert errors.count("the same command goes on") == 1
     steps = len(log_without_times(tmp_path / "run"))
     assert checkpoints(tmp_path / "run") == [f"step-{steps:08d}"]

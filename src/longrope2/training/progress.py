@@ -43,19 +43,16 @@ class Reporter:
         self._log = Log(output / LOG)
         self._wandb = _wandb_run(wandb, output, settings) if wandb else None
         self._events: Any = None
-        self.last_step: int | None = None
-        """None until the run has begun or found its checkpoint."""
 
     def started(self, step: int) -> None:
         """A run begins, or goes on after `step` steps: whatever was logged later has not happened."""
-        self._first = self.last_step = step
+        self._first = step
         self._log.open_after(step)
         self._events = _summary_writer(self._output / "tensorboard", step)
         self._line = ProgressLine(max(self._config.steps - step, 1), "train")
 
     def step(self, result: StepResult) -> None:
         """A step is done."""
-        self.last_step = result.step
         values = {
             "loss": result.loss,
             **{f"loss_{kind}": loss for kind, loss in result.loss_by_kind.items()},

@@ -76,12 +76,6 @@ def train_job(job: Job, output: Path, here: World, *, wandb: str | None = None) 
     reporter = _reporter(job, output, here, wandb) if here.is_main else None
     try:
         _train_and_write(job, output, here, reporter)
-    except KeyboardInterrupt:
-        if reporter is not None:
-            step = reporter.last_step
-            done = "" if step is None else f" after step {step} of {job.config.train.steps}"
-            say(f"\nstopped{done}; the same command goes on from the newest checkpoint in {output}")
-        raise
     except torch.OutOfMemoryError as error:
         count = here.num_processes
         raise LongRopeError(
