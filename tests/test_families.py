@@ -1,5 +1,6 @@
 """What we read from config.json against what transformers reads from the same file."""
 
+import copy
 import json
 
 import pytest
@@ -92,6 +93,18 @@ def test_existing_rescalings_are_recognised(name, tmp_path):
     assert ours.rescaled is not None
     assert ours.rope.original_length == (256 if name == "dynamic" else 64)
     inv_freq, attention_factor = rotary_frequencies(config)
+    frequencies = [f / x for f, x in zip(ours.rope.frequencies, ours.rescaled.factors, strict=True)]
+    torch.testing.assert_close(torch.tensor(frequencies), inv_freq, rtol=1e-6, atol=0)
+    assert ours.rescaled.attention_factor == pytest.approx(attention_factor)
+
+
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"phi3"}))  # which transformers refuses other scalings
+def test_a_scaling_that_was_added_by_hand_counts_as_in_transformers(family):
+    """To what transformers 5 saved, with parameters of its own: as the cards of Qwen and others tell people to do."""
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    config = family_config(family, max_position_embeddings=256).to_dict() | {"rope_scaling": scaling}
+    ours = read_config(config)
+    inv_freq, attention_factor = rotary_frequencies(CONFIG_MAPPING[family].from_dict(copy.deepcopy(config)))
     frequencies = [f / x for f, x in zip(ours.rope.frequencies, ours.rescaled.factors, strict=True)]
     torch.testing.assert_close(torch.tensor(frequencies), inv_freq, rtol=1e-6, atol=0)
     assert ours.rescaled.attention_factor == pytest.approx(attention_factor)

@@ -189,10 +189,13 @@ def _head_dim(config: Mapping[str, Any], defaults: Family) -> int:
 
 def _rope_parameters(config: Mapping[str, Any], defaults: Family) -> dict[str, Any]:
     """The RoPE of the full-attention layers, with every key and in the form of transformers 5."""
-    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(found, Mapping):
-        raise TypeError(f"rope_parameters must be an object, got {found!r}")
-    found = found.get(FULL_ATTENTION, found)
+    found, older = (config.get(name) or {} for name in ("rope_parameters", "rope_scaling"))
+    for value in (found, older):
+        if not isinstance(value, Mapping):
+            raise TypeError(f"rope_parameters must be an object, got {value!r}")
+    # Where a config has both, the older key wins, as in transformers 5: people add it by hand to what that saved.
+    older = older.get(FULL_ATTENTION, older)
+    found = {**found[FULL_ATTENTION], **older} if FULL_ATTENTION in found else older or found
     partial = config.get("partial_rotary_factor", config.get("rotary_pct", config.get("rope_pct")))
     method = found.get("rope_type") or found.get("type") or "default"
     parameters = {
