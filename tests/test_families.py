@@ -122,9 +122,9 @@ def test_a_scaling_that_was_added_by_hand_counts_as_in_transformers(family):
 def test_a_side_with_its_own_temperature_keeps_it(mscales, short, long):
     rope = RESCALINGS["longrope"] | {"attention_factor": 1.2, **mscales}
     config = family_config("llama", rope, max_position_embeddings=256)
-    rescaled = read_config(config.to_dict()).rescaled
-    assert (rescaled.attention_factor, rescaled.long_attention_factor) == (short, long)
-    factors = read_factors(config)
+    reading = read_config(config.to_dict())
+    assert (reading.rescaled.attention_factor, reading.rescaled.long_attention_factor) == (short, long)
+    factors = read_factors(reading)
     assert (factors.short_attention_factor, factors.long_attention_factor) == (short, long)
 
 

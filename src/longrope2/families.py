@@ -79,6 +79,8 @@ class Rescaled:
     method: str
     factors: tuple[float, ...]
     """λ_i it applies within its original window."""
+    long_factors: tuple[float, ...] | None = None
+    """λ_i beyond it, where the config lists some."""
     attention_factor: float
     long_attention_factor: float
     """Beyond the original window, where that is another one."""
@@ -240,6 +242,7 @@ def _existing_rescaling(parameters: Mapping[str, Any], rope: RopeSpec, window: i
     factor = float(parameters.get("factor") or max(window / rope.original_length, 1.0))
     target = round(rope.original_length * factor)
     attention_factor = parameters.get("attention_factor")
+    long_factors = None
     if method == "linear":
         factors: Any = [factor] * rope.num_dims
     elif method == "dynamic":
@@ -258,12 +261,7 @@ def _existing_rescaling(parameters: Mapping[str, Any], rope: RopeSpec, window: i
         low, high = parameters.get("low_freq_factor", 1), parameters.get("high_freq_factor", 4)
         factors = ntk_by_parts(rope, target, low_rotations=low, high_rotations=high).factors
     elif method == "longrope":
-        factors = parameters.get("short_factor")
-        if not isinstance(factors, list) or len(factors) != rope.num_dims:
-            raise ValueError(
-                f"short_factor must list {rope.num_dims} numbers, got "
-                f"{len(factors) if isinstance(factors, list) else factors!r}"
-            )
+        factors, long_factors = (_listed(parameters, name, rope.num_dims) for name in ("short_factor", "long_factor"))
         if attention_factor is None and factor > 1:
             attention_factor = longrope_temperature(factor, rope.original_length)
     else:
@@ -274,9 +272,19 @@ def _existing_rescaling(parameters: Mapping[str, Any], rope: RopeSpec, window: i
     return Rescaled(
         method=method,
         factors=tuple(map(float, factors)),
+        long_factors=long_factors,
         attention_factor=float(parameters.get(SHORT_MSCALE) or attention_factor or 1.0),
         long_attention_factor=float(parameters.get(LONG_MSCALE) or attention_factor or 1.0),
     )
+
+
+def _listed(parameters: Mapping[str, Any], name: str, count: int) -> tuple[float, ...]:
+    values = parameters.get(name)
+    if not isinstance(values, list) or len(values) != count:
+        raise ValueError(
+            f"{name} must list {count} numbers, got {len(values) if isinstance(values, list) else repr(values)}"
+        )
+    return tuple(map(float, values))
 
 
 def _yarn_attention(parameters: Mapping[str, Any], factor: float) -> float:

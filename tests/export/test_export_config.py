@@ -18,6 +18,7 @@ from longrope2.export.config import (
     with_forced_temperature,
 )
 from longrope2.export.fold import QueryScale
+from longrope2.families import read_config
 from longrope2.generation.saved import read_factors
 from longrope2.rotary import rescaled
 from test_rotary import make_factors, tokens_of
@@ -54,7 +55,7 @@ class TestTransformers:
         config = serving_config(model.config.to_dict(), factors, dtype="float32")
         (tmp_path / "config.json").write_text(json.dumps(config))
         theirs = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
-        read = read_factors(theirs.config)
+        read = read_factors(read_config(theirs.config.to_dict()))
         assert {name: getattr(read, name) for name in FACTS} == {name: getattr(factors, name) for name in FACTS}
         expected = {length: logits(theirs, length) for length in LENGTHS}
         with rescaled(model, factors, check=False):

@@ -48,7 +48,7 @@ def run_calibrate(
         check_writable(output / RESULT)
     loaded = load(info)
     try:
-        result = calibrate(loaded, factors or read_factors(loaded.model.config), config, output)
+        result = calibrate(loaded, factors or read_factors(info.reading), config, output)
     except torch.OutOfMemoryError as error:
         raise LongRopeError(
             f"out of memory ({loaded.model.dtype} on {loaded.model.device})", hint="name shorter --lengths"

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import AutoConfig
 
 from longrope2 import __version__, generation, models
 from longrope2.books import read_books
@@ -299,10 +298,8 @@ def _backend(
 
 def _described(info: models.ModelInfo, factors: RescaleFactors | None) -> dict[str, Any] | None:
     """What rescales the model: factors, or what its own folder says; None for an original model."""
-    if factors is None and carries_factors(info) and Path(info.location).is_dir():
-        source, options = models.pretrained_source(info)
-        config = AutoConfig.from_pretrained(source, **options).get_text_config()
-        factors = told_factors(Path(source), read_factors(config))
+    if factors is None and carries_factors(info):
+        factors = told_factors(Path(info.location), read_factors(info.reading))
     if factors is not None:
         lengths = {"original_length": factors.original_length, "target_length": factors.target_length}
         return {"method": factors.method, **lengths, "critical_dimension": factors.critical_dimension}

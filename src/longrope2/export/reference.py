@@ -14,7 +14,7 @@ from longrope2.errors import ModelError
 from longrope2.export.config import forced_temperature, is_export, serving_config
 from longrope2.export.gguf import GGUFExport
 from longrope2.factors import RescaleFactors
-from longrope2.families import accept_mscales
+from longrope2.families import accept_mscales, read_config
 from longrope2.generation.saved import FACTORS_FILE, read_factors
 from longrope2.rotary import rescaled
 
@@ -66,7 +66,7 @@ class Reference:
                 f"{file}: not the config of a model ({type(error).__name__}: {error})",
                 hint="give an exported folder or a .gguf file",
             ) from error
-        self.factors = RescaleFactors.load(own) if own.is_file() else read_factors(live.from_dict(dict(written)))
+        self.factors = RescaleFactors.load(own) if own.is_file() else read_factors(read_config(written))
         if is_export(self.factors):
             self.expected = serving_config(written, self.factors, dtype="float32")
         self.config = live.from_dict(dict(self.expected or written))

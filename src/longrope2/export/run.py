@@ -96,29 +96,21 @@ def _card_path(output: Path) -> Path:
 
 def _factors(source: SourceModel, given: RescaleFactors | str | Path | None, *, extend_again: bool) -> RescaleFactors:
     """The factors to export; given ones never silently replace others that the model carries."""
-    info, carried = source.info, _carried(source)
+    info = source.info
+    carried = read_factors(info.reading) if carries_factors(info) else None
     if given is None:
         if carried is None:
             raise LongRopeError(
                 f"{info.name} carries no factors, and none were given",
                 hint="add --factors FILE; `longrope2 search` and `longrope2 factors` write such files",
             )
-        return carried
+        return told_factors(source.folder, carried) if source.folder else carried
     factors = given if isinstance(given, RescaleFactors) else RescaleFactors.load(given)
     # The original window is theirs to tell, where a config is silent or wrong about it.
     factors.check_fits(replace(info.rope, original_length=factors.original_length), info.name)
     if carried is None or not carried.rotates_as(factors):
         info.refuse_rescaled(extend_again=extend_again)
     return factors
-
-
-def _carried(source: SourceModel) -> RescaleFactors | None:
-    if not carries_factors(source.info):
-        return None
-    from transformers import CONFIG_MAPPING
-
-    carried = read_factors(CONFIG_MAPPING[source.config["model_type"]].from_dict(source.config))
-    return told_factors(source.folder, carried) if source.folder else carried
 
 
 def _provenance(source: SourceModel, **how: object) -> dict[str, object]:

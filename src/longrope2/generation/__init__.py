@@ -39,9 +39,10 @@ def load(
     if isinstance(model, str | Path | models.ModelInfo):
         model = models.load(model, dtype=dtype, device=device).model
     if factors is None:
-        factors = read_factors(model.config)
+        config = model.config.to_dict()
+        factors = read_factors(read_config(config))
         if switch_length is None:
-            switch_length = read_switch_length(model.config.to_dict())
+            switch_length = read_switch_length(config)
     elif not isinstance(factors, RescaleFactors):
         factors = RescaleFactors.load(factors)
     return switching(model, factors, switch_length=switch_length, strategy=strategy, shadow_chunk=shadow_chunk)

@@ -7,7 +7,14 @@ from typing import Any
 from longrope2.console import warn
 from longrope2.errors import FactorsError, ModelError
 from longrope2.factors import RescaleFactors
-from longrope2.families import FULL_ATTENTION, LONG_MSCALE, SHORT_MSCALE, accept_mscales, read_config
+from longrope2.families import (
+    FULL_ATTENTION,
+    LONG_MSCALE,
+    SHORT_MSCALE,
+    RopeReading,
+    accept_mscales,
+    read_config,
+)
 from longrope2.files import write_json
 from longrope2.models import ModelInfo
 
@@ -57,29 +64,27 @@ def warn_of_single_attention_factor(factors: RescaleFactors) -> None:
 
 def carries_factors(info: ModelInfo) -> bool:
     """Whether a model's config has factors of its own."""
-    return info.reading.rescaled is not None and info.reading.rescaled.method == "longrope"
+    return info.reading.rescaled is not None and info.reading.rescaled.long_factors is not None
 
 
-def read_factors(config: Any) -> RescaleFactors:
-    """The factors a longrope config carries, or FactorsError."""
-    reading = read_config(config.to_dict())
-    parameters = config.rope_parameters or {}
-    parameters = parameters.get(FULL_ATTENTION, parameters)
-    if reading.rescaled is None or "long_factor" not in parameters:
+def read_factors(reading: RopeReading) -> RescaleFactors:
+    """The factors that a longrope config carries, or FactorsError."""
+    rescaled = reading.rescaled
+    if rescaled is None or rescaled.long_factors is None:
         raise FactorsError(
             "no factors were given, and the model's config has none (its rope_type is not 'longrope')",
             hint="pass factors=, a RescaleFactors or the path of a factors file",
         )
     return RescaleFactors(
-        method="longrope",
+        method=rescaled.method,
         rotary_dim=reading.rope.rotary_dim,
         theta=reading.rope.theta,
         original_length=reading.rope.original_length,
         target_length=reading.window,
-        long=tuple(parameters["long_factor"]),
-        short=reading.rescaled.factors,
-        long_attention_factor=reading.rescaled.long_attention_factor,
-        short_attention_factor=reading.rescaled.attention_factor,
+        long=rescaled.long_factors,
+        short=rescaled.factors,
+        long_attention_factor=rescaled.long_attention_factor,
+        short_attention_factor=rescaled.attention_factor,
     )
 
 
