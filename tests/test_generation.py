@@ -555,7 +555,7 @@ class TestRefusals:
             switching_model(switch_length=TARGET_LENGTH + 1)
         with pytest.raises(LongRopeError, match="shadow_chunk must be at least 1"):
             switching_model(shadow_chunk=0)
-        with pytest.raises(FactorsError, match="no factors were given"):
+        with pytest.raises(FactorsError, match="has no factors of its own"):
             load(family_model("llama"))
         with pytest.raises(FactorsError, match="made for another model"):
             switching(family_model("llama"), make_factors(family_model("llama"), theta=500.0))

@@ -152,8 +152,8 @@ class TestEngines:
         assert verify(folders / "static-long")
         out = capsys.readouterr().out
         assert out.count("not checked") == 2
-        assert "vllm, -: not installed: pip install vllm" in out
-        assert "mlx, -: not installed: pip install mlx-lm" in out
+        assert "\nvllm: not installed: pip install vllm\n" in out
+        assert "\nmlx: not installed: pip install mlx-lm\n" in out
         with pytest.raises(LongRopeError, match="vllm is not installed here") as caught:
             verify(folders / "dual", engines=["vllm"])
         assert "--engine vllm=PYTHON" in caught.value.hint
@@ -163,8 +163,18 @@ class TestEngines:
             verify(folders / "dual", engines=["ollama"])
         with pytest.raises(LongRopeError, match=r"llama.cpp cannot run dual"):
             verify(folders / "dual", engines=["llama.cpp"])
-        with pytest.raises(LongRopeError, match=r"config\.json: not the config of a model \(FileNotFoundError"):
-            verify(folders)
+
+    def test_what_is_no_export(self, folders, tmp_path):
+        (tmp_path / "text.txt").touch()
+        for place, message in (
+            (folders, r"config\.json: cannot be read \(No such file or directory\)"),
+            (tmp_path / "text.txt", r"text\.txt: a file, and not a \.gguf one"),
+            (tmp_path / "nowhere", "nowhere: no such file or folder"),
+            (folders / "model", "^the model's config has no factors of its own"),
+        ):
+            with pytest.raises(LongRopeError, match=message) as caught:
+                verify(place)
+            assert "`longrope2 export` writes them" in caught.value.hint
 
     def test_damaged_exports(self, dual):
         (dual / "model.safetensors").write_bytes(b"short")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from longrope2.errors import ModelError
+from longrope2.errors import FactorsError, ModelError
 from longrope2.export.config import forced_temperature, is_export, serving_config
 from longrope2.export.gguf import GGUFExport
 from longrope2.factors import RescaleFactors
@@ -18,6 +18,7 @@ from longrope2.families import accept_mscales, read_config
 from longrope2.generation.saved import FACTORS_FILE, read_factors
 from longrope2.rotary import rescaled
 
+GIVE_EXPORT = "give an exported folder or a .gguf file; `longrope2 export` writes them"
 SAME = 1e-3
 """Log-probabilities this near each other are those of the same computation."""
 
@@ -47,12 +48,14 @@ class Reference:
         """The transformers config of the model."""
         accept_mscales()
         if not path.exists():
-            raise ModelError(f"{path}: no such file or folder", hint="give an exported folder or a .gguf file")
+            raise ModelError(f"{path}: no such file or folder", hint=GIVE_EXPORT)
         if path.suffix == ".gguf":
             self._file = GGUFExport(path)
             self.config, self.factors, self.is_rounded = self._file.config, self._file.factors, self._file.is_rounded
-        else:
+        elif path.is_dir():
             self._read_folder()
+        else:
+            raise ModelError(f"{path}: a file, and not a .gguf one", hint=GIVE_EXPORT)
 
     def _read_folder(self) -> None:
         from transformers import CONFIG_MAPPING
@@ -61,12 +64,16 @@ class Reference:
         try:
             written = self.written = json.loads(file.read_text(encoding="utf-8"))
             live = CONFIG_MAPPING[written["model_type"]]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except OSError as error:
+            raise ModelError(f"{file}: cannot be read ({error.strerror})", hint=GIVE_EXPORT) from error
+        except (ValueError, KeyError, TypeError) as error:
             raise ModelError(
-                f"{file}: not the config of a model ({type(error).__name__}: {error})",
-                hint="give an exported folder or a .gguf file",
+                f"{file}: not the config of a model ({type(error).__name__}: {error})", hint=GIVE_EXPORT
             ) from error
-        self.factors = RescaleFactors.load(own) if own.is_file() else read_factors(read_config(written))
+        try:
+            self.factors = RescaleFactors.load(own) if own.is_file() else read_factors(read_config(written))
+        except FactorsError as error:
+            raise FactorsError(error.message, hint=GIVE_EXPORT) from error
         if is_export(self.factors):
             self.expected = serving_config(written, self.factors, dtype="float32")
         self.config = live.from_dict(dict(self.expected or written))

@@ -262,5 +262,5 @@ def _show(path: Path, factors: RescaleFactors, findings: Sequence[Finding]) -> N
         "largest difference of log-probability from our own forward"
     )
     rows = [[f.engine, f.mode, "-" if f.max_error is None else f"{f.max_error:.1e}", f.verdict] for f in findings]
-    notes = [f"{f.engine}, {f.mode}: {f.note}" for f in findings if f.note]
+    notes = [f"{f.engine if f.mode == '-' else f'{f.engine}, {f.mode}'}: {f.note}" for f in findings if f.note]
     show_table(title, ["engine", "mode", "max error", "verdict"], rows, caption="\n".join(notes))

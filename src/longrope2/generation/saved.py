@@ -72,7 +72,7 @@ def read_factors(reading: RopeReading) -> RescaleFactors:
     rescaled = reading.rescaled
     if rescaled is None or rescaled.long_factors is None:
         raise FactorsError(
-            "no factors were given, and the model's config has none (its rope_type is not 'longrope')",
+            "the model's config has no factors of its own (its rope_type is not 'longrope')",
             hint="pass factors=, a RescaleFactors or the path of a factors file",
         )
     return RescaleFactors(
