@@ -176,6 +176,15 @@ class TestEngines:
                 verify(place)
             assert "`longrope2 export` writes them" in caught.value.hint
 
+    def test_a_trained_model_with_the_factors_of_an_export_is_no_export(self, dual, capsys, in_process):
+        """Whose config.json has the keys that `train` writes, and is not held to those of `export`."""
+        model = load(dual, device="cpu").model
+        (dual / "README.md").unlink()
+        model.config.save_pretrained(dual)
+        found = findings(dual, capsys)
+        assert ("config.json", "every key") not in found
+        assert found["transformers", "short"]["verdict"] == found["transformers", "long"]["verdict"] == "right"
+
     def test_damaged_exports(self, dual):
         (dual / "model.safetensors").write_bytes(b"short")
         with pytest.raises(LongRopeError, match="its weights cannot be loaded"):

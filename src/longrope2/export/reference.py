@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from longrope2.errors import FactorsError, ModelError
-from longrope2.export.config import forced_temperature, is_export, serving_config
+from longrope2.export.config import forced_temperature, serving_config
 from longrope2.export.gguf import GGUFExport
+from longrope2.export.huggingface import is_exported_folder
 from longrope2.factors import RescaleFactors
 from longrope2.families import accept_mscales, read_config
 from longrope2.generation.saved import FACTORS_FILE, read_factors
@@ -74,7 +75,7 @@ class Reference:
             self.factors = RescaleFactors.load(own) if own.is_file() else read_factors(read_config(written))
         except FactorsError as error:
             raise FactorsError(error.message, hint=GIVE_EXPORT) from error
-        if is_export(self.factors):
+        if is_exported_folder(self.path):
             self.expected = serving_config(written, self.factors, dtype="float32")
         self.config = live.from_dict(dict(self.expected or written))
 
