@@ -101,6 +101,22 @@ class TestWeights:
         assert config["dtype"] == config["torch_dtype"] == "float16"
         assert {tensor.dtype for tensor in stored(tmp_path / "e").values()} == {torch.float16}
 
+    def test_a_tensor_of_another_precision_keeps_it(self, tmp_path, monkeypatch):
+        from safetensors.torch import save_file
+
+        monkeypatch.setattr(huggingface.write_folder, "__kwdefaults__", {"shard_bytes": 3 << 20})
+        shutil.copytree(TINY, tmp_path / "m")
+        content = load_file(TINY / "model.safetensors")
+        norm = content["model.norm.weight"] = content["model.norm.weight"].float() * 1.0001
+        save_file(content, tmp_path / "m" / "model.safetensors")
+        export(str(tmp_path / "m"), tmp_path / "e", factors=tiny_factors())
+        assert torch.equal(stored(tmp_path / "e")["model.norm.weight"], norm)
+        assert json.loads((tmp_path / "e" / "config.json").read_text())["dtype"] == "bfloat16"
+        index = json.loads((tmp_path / "e" / "model.safetensors.index.json").read_text())
+        assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in content.values())
+        export(str(tmp_path / "m"), tmp_path / "f", factors=tiny_factors(), dtype="bfloat16")
+        assert stored(tmp_path / "f")["model.norm.weight"].dtype == torch.bfloat16
+
     def test_folding(self, tmp_path):
         """The folded export is the unfolded model; its config names the temperature that engines force."""
         factors = tiny_factors(**TWO_TEMPERATURES)
@@ -208,6 +224,21 @@ class TestCompanions:
         export(str(model), tmp_path / "e", factors=family_factors(load(model, device="cpu").model))
         written = json.loads((tmp_path / "e" / "tokenizer_config.json").read_text())
         assert written == {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": EXTENDED}
+
+    def test_several_chat_templates(self, tmp_path):
+        shutil.copytree(TINY, tmp_path / "m")
+        tokenizer = AutoTokenizer.from_pretrained(TINY)
+        tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+        tokenizer.save_pretrained(tmp_path / "m")
+        export(str(tmp_path / "m"), tmp_path / "e", factors=tiny_factors())
+        assert AutoTokenizer.from_pretrained(tmp_path / "e").chat_template == tokenizer.chat_template
+
+    def test_a_damaged_tokenizer_config(self, tmp_path):
+        shutil.copytree(TINY, tmp_path / "m")
+        (tmp_path / "m" / "tokenizer_config.json").write_text("{")
+        with pytest.raises(ModelError, match=r"tokenizer_config\.json is not valid JSON"):
+            export(str(tmp_path / "m"), tmp_path / "e", factors=tiny_factors())
+        assert [file.name for file in tmp_path.iterdir()] == ["m"]
 
     def test_card(self, tmp_path, capsys):
         results = tmp_path / "results.json"

@@ -1,6 +1,7 @@
 """GGUF files against llama.cpp itself: log-probabilities in both modes, tokens, and what is refused."""
 
 import json
+import shutil
 import urllib.request
 
 import pytest
@@ -22,8 +23,8 @@ from longrope2.export.reference import Reference
 from longrope2.export.run import export
 from longrope2.export.verify import RIGHT, verify
 from longrope2.export.verify import findings as findings_of
-from longrope2.gguf_model import LLAMA3_SPLIT
-from longrope2.models import describe, load
+from longrope2.gguf_model import LLAMA3_SPLIT, open_gguf
+from longrope2.models import ASSETS, describe, load, load_tokenizer
 from longrope2.rotary import rescaled
 
 gguf = pytest.importorskip("gguf")
@@ -253,6 +254,16 @@ class TestTokenizers:
         texts = self.TEXTS[:-1] if prefix else self.TEXTS
         for text, tokens in zip(texts, self.in_llama_cpp(tmp_path / "o.gguf", texts), strict=True):
             assert tokens == [pieces.bos_id(), *pieces.encode(text)], text
+
+    def test_several_chat_templates(self, tmp_path):
+        shutil.copytree(ASSETS / "tiny", tmp_path / "m")
+        tokenizer = load_tokenizer(describe("tiny"))
+        tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+        tokenizer.save_pretrained(tmp_path / "m")
+        export(str(tmp_path / "m"), tmp_path / "o.gguf", factors=tiny_factors(), format="gguf")
+        file = open_gguf(tmp_path / "o.gguf")
+        assert file.value("tokenizer.chat_template") == "{{ messages }}"
+        assert file.value("tokenizer.chat_template.tool_use") == "{{ tools }}"
 
     def test_unknown_splits_are_refused(self, tmp_path):
         from tokenizers import pre_tokenizers

@@ -165,5 +165,8 @@ def _add_special_tokens(writer: "GGUFWriter", tokenizer: Any, vocab_size: int) -
     encoded = tokenizer("a").input_ids
     writer.add_add_bos_token(tokenizer.bos_token_id is not None and encoded[0] == tokenizer.bos_token_id)
     writer.add_add_eos_token(tokenizer.eos_token_id is not None and encoded[-1] == tokenizer.eos_token_id)
-    if tokenizer.chat_template:
-        writer.add_chat_template(tokenizer.chat_template)
+    templates = tokenizer.chat_template
+    if isinstance(templates, dict):  # several
+        templates = [{"name": name, "template": template} for name, template in templates.items()]
+    if templates:
+        writer.add_chat_template(templates)

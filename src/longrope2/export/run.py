@@ -51,30 +51,33 @@ def export(
 
     folded = (chosen.long_attention_factor / exported.long_attention_factor) ** 2
     change = QueryScale(source.config, source.tensors.keys(), folded) if folded != 1 else _unchanged
-    dtype = dtype or _precision(source.dtype)
-    exported = with_provenance(exported, _provenance(source, profile=profile_of(exported), dtype=dtype, folded=folded))
+    precision = dtype or _precision(source.dtype)
+    how = _provenance(source, profile=profile_of(exported), dtype=precision, folded=folded)
+    exported = with_provenance(exported, how)
     text = card(
         _public_name(source.info.name),
         exported,
         family=source.info.reading.family,
         where=output.name,
         format=format,
-        dtype=dtype,
+        dtype=precision,
         folded=folded,
         source_card=_source_card(source),
         results=known_results,
     )
     if format == "gguf":
-        write_file(source, exported, output, dtype=dtype, change=change)
+        write_file(source, exported, output, dtype=precision, change=change)
         write_text(_card_path(output), text)
     else:
-        write_folder(source, exported, output, dtype=PRECISIONS[dtype], change=change, card=text)
+        # A tensor of another precision than most keeps it, unless one is asked for.
+        dtypes = {name: PRECISIONS[dtype or _precision(tensor.dtype)] for name, tensor in source.tensors.items()}
+        write_folder(source, exported, output, dtype=precision, dtypes=dtypes, change=change, card=text)
     for engine in ENGINES.values():
         fault = engine.fault(exported, source.info.reading.family)
         if engine.format == format and fault:
             warn(f"this export is not right in {engine.name}: {fault}")
     window = f"{exported.original_length:,} → {exported.target_length:,} tokens"
-    say(f"wrote {output}: {profile_of(exported)}, {window}, {dtype}")
+    say(f"wrote {output}: {profile_of(exported)}, {window}, {precision}")
     say(f"check it with: longrope2 verify {output}")
 
 
