@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -111,8 +112,11 @@ class TestTransformers:
 
     def test_a_switch_length_is_kept_where_there_is_a_switch(self):
         model = family_model("llama")
-        source = {**model.config.to_dict(), "longrope2": {"switch_length": 24}}
         dual, static = (profiled(one_temperature(model), profile) for profile in PROFILES)
+        calibrated = serving_config(model.config.to_dict(), dual, dtype="float32")
+        source = {**calibrated, "longrope2": {"switch_length": 24}}
+        others = replace(dual, long=tuple(2 * factor for factor in dual.long))
+        assert "longrope2" not in serving_config(source, others, dtype="float32")  # of which it says nothing
         assert serving_config(source, dual, dtype="float32")["longrope2"] == {"switch_length": 24}
         assert "longrope2" not in serving_config(source, static, dtype="float32")
 

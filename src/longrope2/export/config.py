@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from longrope2.errors import LongRopeError
 from longrope2.factors import RescaleFactors
-from longrope2.families import FULL_ATTENTION, SLIDING_ATTENTION
+from longrope2.families import FULL_ATTENTION, SLIDING_ATTENTION, read_config
 from longrope2.generation.saved import OWN_KEY, read_switch_length, write_factors
 from longrope2.methods import longrope_temperature
 from longrope2.models import head_dim
@@ -69,8 +69,11 @@ def serving_config(source: Mapping[str, Any], factors: RescaleFactors, *, dtype:
 
     family = source["model_type"]
     config = CONFIG_MAPPING[family].from_dict(copy.deepcopy(dict(source)))
-    # Another switch length than the original window is something that only `longrope2.load` knows.
-    switch_length = read_switch_length(config.to_dict()) if profile_of(factors) == "dual" else None
+    # Another switch length than the original window is something that only `longrope2.load` knows. It was measured
+    # with the factors beside it, and says nothing of others.
+    before = read_config(source).rescaled
+    same = before is not None and (before.factors, before.long_factors) == (factors.short, factors.long)
+    switch_length = read_switch_length(config.to_dict()) if same and factors.switches else None
     write_factors(config, factors, switch_length or factors.original_length)
     written = config.to_dict()
     nested = FULL_ATTENTION in written["rope_parameters"]
