@@ -189,9 +189,16 @@ class TestEngines:
         (dual / "model.safetensors").write_bytes(b"short")
         with pytest.raises(LongRopeError, match="its weights cannot be loaded"):
             _ = Reference(dual).model
-        edit_config(dual, lambda config: config.update(model_type="odd"))
-        with pytest.raises(LongRopeError, match="not the config of a model"):
+        edit_config(dual, lambda config: config.update(hidden_size="much"))
+        with pytest.raises(LongRopeError, match=r"cannot read the model's config \(.*'hidden_size' expected int"):
             verify(dual)
+        edit_config(dual, lambda config: config.update(model_type="odd"))
+        with pytest.raises(LongRopeError, match=r"cannot read the model's config \('odd'\)"):
+            verify(dual)
+        for content, message in (("{", "not valid JSON"), ("[]", "not the config of a model")):
+            (dual / "config.json").write_text(content)
+            with pytest.raises(LongRopeError, match=message):
+                verify(dual)
 
     def test_an_engine_that_fails_is_not_passed(self, folders, capsys, tmp_path):
         python = tmp_path / "python"

@@ -4,7 +4,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from longrope2.errors import LongRopeError
+from longrope2.errors import LongRopeError, ModelError
 from longrope2.factors import RescaleFactors
 from longrope2.families import FULL_ATTENTION, SLIDING_ATTENTION, read_config
 from longrope2.generation.saved import OWN_KEY, read_switch_length, write_factors
@@ -59,16 +59,28 @@ def _changed(factors: RescaleFactors, **values: Any) -> RescaleFactors:
     return RescaleFactors.from_json({**factors.to_json(), **values})
 
 
+def live_config(config: Mapping[str, Any]) -> Any:
+    """A config.json as transformers holds it, which changes what it is given; ModelError for one that it refuses."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import CONFIG_MAPPING
+
+    try:
+        return CONFIG_MAPPING[config["model_type"]].from_dict(copy.deepcopy(dict(config)))
+    except (StrictDataclassError, KeyError, ValueError, TypeError) as error:
+        reason = " ".join(str(error).split())
+        raise ModelError(
+            f"transformers cannot read the model's config ({reason})", hint="copy or download config.json again"
+        ) from error
+
+
 def serving_config(source: Mapping[str, Any], factors: RescaleFactors, *, dtype: str) -> dict[str, Any]:
     """The config.json of an export: `source` is the model's own, factors are those of the profile.
 
     Engines read different keys for the same thing, so every key is written, and all agree. What has nothing to do
     with RoPE stays as it is.
     """
-    from transformers import CONFIG_MAPPING
-
     family = source["model_type"]
-    config = CONFIG_MAPPING[family].from_dict(copy.deepcopy(dict(source)))
+    config = live_config(source)
     # Another switch length than the original window is something that only `longrope2.load` knows. It was measured
     # with the factors beside it, and says nothing of others.
     before = read_config(source).rescaled

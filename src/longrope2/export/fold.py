@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from longrope2.errors import ModelError
+from longrope2.export.config import live_config
 from longrope2.families import FULL_ATTENTION, SLIDING_ATTENTION, read_config
 from longrope2.models import head_dim
 
@@ -25,9 +26,7 @@ class QueryScale:
     """Multiplies a model's queries in the dimensions that rotate, tensor by tensor."""
 
     def __init__(self, config: Mapping[str, Any], names: Collection[str], factor: float) -> None:
-        from transformers import CONFIG_MAPPING
-
-        live = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
+        live = live_config(config)
         reading = read_config(config)
         self._family = reading.family
         self._num_heads = live.num_attention_heads

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from longrope2.console import ProgressLine
 from longrope2.errors import FactorsError, ModelError, require
-from longrope2.export.config import serving_config
+from longrope2.export.config import live_config, serving_config
 from longrope2.export.gguf_tokenizer import add_tokenizer
 from longrope2.export.output import check_room
 from longrope2.export.weights import Change, SourceModel, cast
@@ -95,7 +95,7 @@ def check_architecture(source: SourceModel, factors: RescaleFactors) -> None:
             "it would run them with plain RoPE, and say nothing",
             hint=f"use --format huggingface; families that can be written as GGUF: {', '.join(ARCHITECTURES)}",
         )
-    live = _live(source.config)
+    live = live_config(source.config)
     sliding = set(reading.layer_types) != {FULL_ATTENTION} and (reading.sliding_window or 0) < factors.target_length
     if sliding:
         raise ModelError(
@@ -111,7 +111,7 @@ def check_architecture(source: SourceModel, factors: RescaleFactors) -> None:
 def write_file(source: SourceModel, factors: RescaleFactors, output: Path, *, dtype: str, change: Change) -> None:
     """Write the export; `change` is applied to every tensor on its way."""
     gguf = require("gguf", extra="export", purpose="writing a GGUF file")
-    live, architecture = _live(source.config), ARCHITECTURES[source.info.reading.family]
+    live, architecture = live_config(source.config), ARCHITECTURES[source.info.reading.family]
     places = _places(source, architecture, live)
     kinds = {name: _kind(source.tensors[name].shape, dtype) for name in places}
     sizes = {name: _num_bytes(source.tensors[name].shape, kinds[name]) for name in places}
@@ -159,7 +159,7 @@ class GGUFExport:
         except ValueError as error:
             raise ModelError(f"{path}: its factors or config are damaged ({error})", hint=AGAIN) from error
         self.factors = RescaleFactors.from_json(factors, source=str(path))
-        self.config = _live(config)
+        self.config = live_config(config)
         full = gguf.GGMLQuantizationType.F32
         self.is_rounded = any(tensor.tensor_type != full for tensor in self._reader.tensors)
 
@@ -186,12 +186,6 @@ def is_exported_file(path: Path) -> bool:
     except (ModelError, FactorsError):
         return False
     return True
-
-
-def _live(config: Mapping[str, Any]) -> Any:
-    from transformers import CONFIG_MAPPING
-
-    return CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
 
 
 def _float32() -> "np.dtype[Any]":

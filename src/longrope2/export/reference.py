@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from longrope2.errors import FactorsError, ModelError
-from longrope2.export.config import forced_temperature, serving_config
+from longrope2.export.config import forced_temperature, live_config, serving_config
 from longrope2.export.gguf import GGUFExport
 from longrope2.export.huggingface import is_exported_folder
 from longrope2.factors import RescaleFactors
@@ -59,25 +59,23 @@ class Reference:
             raise ModelError(f"{path}: a file, and not a .gguf one", hint=GIVE_EXPORT)
 
     def _read_folder(self) -> None:
-        from transformers import CONFIG_MAPPING
-
         file, own = self.path / "config.json", self.path / FACTORS_FILE
         try:
-            written = self.written = json.loads(file.read_text(encoding="utf-8"))
-            live = CONFIG_MAPPING[written["model_type"]]
+            written = json.loads(file.read_text(encoding="utf-8"))
         except OSError as error:
             raise ModelError(f"{file}: cannot be read ({error.strerror})", hint=GIVE_EXPORT) from error
-        except (ValueError, KeyError, TypeError) as error:
-            raise ModelError(
-                f"{file}: not the config of a model ({type(error).__name__}: {error})", hint=GIVE_EXPORT
-            ) from error
+        except ValueError as error:
+            raise ModelError(f"{file}: not valid JSON ({error})", hint=GIVE_EXPORT) from error
+        if not isinstance(written, dict) or "model_type" not in written:
+            raise ModelError(f"{file}: not the config of a model", hint=GIVE_EXPORT)
+        self.written = written
         try:
             self.factors = RescaleFactors.load(own) if own.is_file() else read_factors(read_config(written))
         except FactorsError as error:
             raise FactorsError(error.message, hint=GIVE_EXPORT) from error
         if is_exported_folder(self.path):
             self.expected = serving_config(written, self.factors, dtype="float32")
-        self.config = live.from_dict(dict(self.expected or written))
+        self.config = live_config(self.expected or written)
 
     @cached_property
     def model(self) -> Any:
