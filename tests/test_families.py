@@ -165,6 +165,8 @@ class TestPublishedConfigs:
             "model_type": "gpt_neox", "rotary_pct": 0.5, "rotary_emb_base": 50_000,
         })  # fmt: skip
         assert (reading.rope.rotary_dim, reading.rope.theta) == (8, 50_000)
+        # As transformers does: it is no key of this family.
+        assert read_config(SMALL | {"model_type": "gpt_neox", "rope_theta": 50_000}).rope.theta == 10_000
 
     def test_gemma_3_with_vision(self):
         reading = read_config({

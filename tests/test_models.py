@@ -160,6 +160,14 @@ class TestFolders:
             load(tmp_path / "m")
         assert "copy or download them again" in caught.value.hint
 
+    def test_a_config_that_transformers_refuses_is_one_clear_error(self, llama_folder, tmp_path):
+        shutil.copytree(llama_folder, tmp_path / "m")
+        file = tmp_path / "m" / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"intermediate_size": "x"}))
+        for read in (load, lambda folder: load_tokenizer(describe(folder))):
+            with pytest.raises(ModelError, match=r"cannot read its config .*intermediate_size.*expected int"):
+                read(tmp_path / "m")
+
     def test_weights_that_may_not_be_read(self, llama_folder, monkeypatch):
         """Before safetensors says that there is no such file."""
         plain = Path.open

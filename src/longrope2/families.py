@@ -21,6 +21,7 @@ class Family:
 
     window: int
     theta: float = 10_000.0
+    theta_key: str = "rope_theta"
     partial_rotary: float = 1.0
     head_dim: int | None = None
     sliding_window: int | None = None
@@ -37,7 +38,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_moe": Family(32768, sliding_window=4096),
     "phi": Family(2048, partial_rotary=0.5),
     "phi3": Family(4096, original_window=4096),
-    "gpt_neox": Family(2048, partial_rotary=0.25),
+    "gpt_neox": Family(2048, theta_key="rotary_emb_base", partial_rotary=0.25),
     "gemma": Family(8192, head_dim=256),
     "gemma2": Family(8192, head_dim=256, sliding_window=4096),
     "gemma3_text": Family(131072, theta=1_000_000.0, head_dim=256, sliding_window=4096),
@@ -201,7 +202,7 @@ def _rope_parameters(config: Mapping[str, Any], defaults: Family) -> dict[str, A
     partial = config.get("partial_rotary_factor", config.get("rotary_pct", config.get("rope_pct")))
     method = found.get("rope_type") or found.get("type") or "default"
     parameters = {
-        "rope_theta": config.get("rope_theta") or config.get("rotary_emb_base") or defaults.theta,
+        "rope_theta": config.get(defaults.theta_key) or defaults.theta,
         "partial_rotary_factor": defaults.partial_rotary if partial is None else partial,
         **{key: value for key, value in found.items() if value is not None},
         "rope_type": {"su": "longrope"}.get(method, method),

@@ -162,11 +162,14 @@ def load_tokenizer(info: ModelInfo) -> Any:
     """The tokenizer of a model, without its weights."""
     if info.is_gguf:
         return open_gguf(Path(info.location)).tokenizer()
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoTokenizer
 
     source, options = pretrained_source(info)
     try:
         return AutoTokenizer.from_pretrained(source, **options)
+    except StrictDataclassError as error:
+        raise _refused_config(info, error) from error
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(
             f"{info.name}: its tokenizer cannot be loaded ({_first_line(error)})",
@@ -222,6 +225,7 @@ def weights_fingerprint(info: ModelInfo) -> str:
 
 
 def _load_weights(info: ModelInfo, dtype: "torch.dtype", tensor_parallel: int) -> Any:
+    from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -244,11 +248,20 @@ def _load_weights(info: ModelInfo, dtype: "torch.dtype", tensor_parallel: int) -
         placement = {"distributed_config": DistributedConfig(tp_size=tensor_parallel)}
     try:
         return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, use_safetensors=True, **placement, **options)
+    except StrictDataclassError as error:
+        raise _refused_config(info, error) from error
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(
             f"{info.name}: its weights cannot be loaded ({_first_line(error)})",
             hint="the files may be cut short, or not belong to this config.json; copy or download them again",
         ) from error
+
+
+def _refused_config(info: ModelInfo, error: Exception) -> ModelError:
+    reason = " ".join(str(error).split())
+    return ModelError(
+        f"{info.name}: transformers cannot read its config ({reason})", hint="copy or download config.json again"
+    )
 
 
 def _local_config(path: Path) -> tuple[dict[str, Any], str]:

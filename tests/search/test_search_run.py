@@ -364,6 +364,14 @@ def test_one_search_at_a_time_in_a_folder(reference, tiny, tmp_path):
     assert (folder / "history.jsonl").read_bytes() == (reference / "history.jsonl").read_bytes()
 
 
+def test_a_folder_of_other_things_is_refused(tmp_path, monkeypatch, capsys):
+    (tmp_path / "results.json").write_text("{}")
+    code, _, error = command_line(monkeypatch, capsys, "search", "tiny", *OPTIONS, "-o", tmp_path)
+    assert code == 2
+    assert "neither empty nor a run of `longrope2 search`" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+
+
 def test_a_journal_of_another_seed_is_refused(reference, tmp_path, monkeypatch, capsys):
     folder = shutil.copytree(reference, tmp_path / "other")
     code, _, error = command_line(

@@ -78,7 +78,7 @@ FOLDERS = [
     (lambda run: ((run / "log.jsonl").unlink(), (run / "log.jsonl").mkdir()), "is a folder, a file", "move it away"),
     (lambda run: (shutil.rmtree(run / "model"), (run / "model").touch()), "model is a file", "move it away"),
     (lambda run: (shutil.rmtree(run / "checkpoints"), (run / "checkpoints").touch()), "is a file", "move it away"),
-    (lambda run: (run / "run.json").unlink(), "neither empty nor a run", "new or empty"),
+    (lambda run: (run / "run.json").unlink(), "neither empty nor a run", "an empty one"),
 ]
 
 

@@ -15,7 +15,7 @@ from longrope2.console import ProgressLine, say, warn
 from longrope2.distributed import World, world
 from longrope2.errors import LongRopeError
 from longrope2.factors import RescaleFactors
-from longrope2.files import only_one, package_versions
+from longrope2.files import only_one, package_versions, refuse_foreign
 from longrope2.methods import METHODS
 from longrope2.models import LoadedModel, describe, load, rescale_model, weights_fingerprint
 from longrope2.needles import NeedleDocument, documents_digest, make_needles
@@ -118,6 +118,9 @@ def run_search(
     info.refuse_rescaled(extend_again=extend_again)
     check(config, info.rope)  # before an 8B model is loaded for nothing
     with world(group_size=tensor_parallel) as here:
+        if here.is_main:
+            # TensorBoard's folder, too: it stays when a damaged journal was removed, as the message asks for.
+            refuse_foreign(output, "search", "history.jsonl", "search.json", "tensorboard")
         loaded = load(info, device=here.device(), tensor_parallel=tensor_parallel)
         factors = search(loaded, config, output, here)
         if here.is_main:

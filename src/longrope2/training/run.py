@@ -13,7 +13,7 @@ from longrope2.data.plan import read_plan
 from longrope2.distributed import World, world
 from longrope2.errors import LongRopeError, all_problems
 from longrope2.factors import RescaleFactors
-from longrope2.files import only_one, write_json
+from longrope2.files import only_one, refuse_foreign, write_json
 from longrope2.models import describe, load
 from longrope2.training.checkpoint import FOLDER as CHECKPOINTS
 from longrope2.training.checkpoint import step_name
@@ -168,9 +168,7 @@ def _holds(output: Path, identity: dict[str, Any]) -> bool:
         if not isinstance(before, dict):
             raise TypeError(f"identity is {before!r}")
     except FileNotFoundError:
-        # A kill at the very start may leave a file that was to become run.json.
-        if any(not path.name.startswith(f".{SETTINGS}.") for path in output.iterdir()):
-            raise LongRopeError(f"{output} is neither empty nor a run", hint="name a folder, new or empty") from None
+        refuse_foreign(output, "train", SETTINGS)
         return False
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise LongRopeError(
