@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -15,7 +16,8 @@ from longrope2.errors import LongRopeError
 from longrope2.evaluation import run as evaluation
 from longrope2.factors import RescaleFactors
 from longrope2.ledger import STAGES
-from longrope2.methods import METHODS
+from longrope2.methods import METHODS, rescale
+from longrope2.models import ASSETS, describe
 from longrope2.pipeline import run as pipeline
 from longrope2.pipeline.recipe import presets
 from longrope2.search import run as search
@@ -229,7 +231,21 @@ def test_a_folder_in_the_place_of_a_file_is_refused_before_and_after(tmp_path):
         with pytest.raises(LongRopeError, match=r"f.json: cannot be written \(Is a directory\)"):
             write(file)
     files.check_writable(tmp_path / "new" / "g.json")
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["f.json", "new"]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["f.json"]
+
+
+@pytest.mark.parametrize("command", ["calibrate", "evaluate --suite niah --lengths 256 --samples 1", "search"])
+def test_nothing_is_left_of_a_model_that_cannot_be_loaded_and_a_bad_place_is_told_of_first(command, tmp_path):
+    model, factors, output = tmp_path / "model", tmp_path / "factors.json", tmp_path / "out"
+    shutil.copytree(ASSETS / "tiny", model)
+    (model / "model.safetensors").write_bytes(b"cut short")
+    rescale("yarn", describe("tiny").rope, 512).save(factors)
+    given = "--target-length 512" if command == "search" else f"--factors {factors}"
+    name, *options = command.split()
+    for place, problem in ((output, "its weights cannot be loaded"), (factors, "cannot be written")):
+        result = run(name, model, *options, *given.split(), "-o", place)
+        assert (result.returncode, problem in result.stderr) == (2, True), result.stderr
+        assert not output.exists()
 
 
 @pytest.mark.parametrize("command", ["search", "evaluate", "extend"])

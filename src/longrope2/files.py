@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,10 @@ def umask() -> int:
 
 def check_writable(path: Path) -> None:
     """Refuse a file that could not be written, before the work whose result it is to hold."""
+    is_new = not path.parent.exists()
     _temporary(path).unlink()
+    if is_new:
+        path.parent.rmdir()  # the work may fail before it has anything to put there
 
 
 def _temporary(path: Path) -> Path:
@@ -134,7 +137,12 @@ def only_one(
     try:
         for _ in range(ATTEMPTS):
             if _locked(handle):
-                yield
+                try:
+                    yield
+                except BaseException:
+                    with suppress(OSError):
+                        folder.rmdir()  # where nothing came into it, as of a model that cannot be loaded
+                    raise
                 return
             time.sleep(PAUSE)  # somebody who only looks is gone by then
     finally:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -254,18 +254,12 @@ def _check(
 @contextmanager
 def _alone(output: Path, factors_file: Path | None, here: World) -> Iterator[None]:
     """Keep other evaluations out of the folder, and see that it holds nothing else and takes the results."""
-    if not here.is_main:
-        yield
-        return
-    refuse_foreign(output, "evaluate", JOURNAL, RESULTS, SAMPLES, beside=factors_file)
-    with only_one(output, "another process is evaluating there"):
-        try:
+    if here.is_main:
+        refuse_foreign(output, "evaluate", JOURNAL, RESULTS, SAMPLES, beside=factors_file)
+    with only_one(output if here.is_main else None, "another process is evaluating there"):
+        if here.is_main:
             check_writable(output / RESULTS)
-            yield
-        except BaseException:
-            with suppress(OSError):
-                output.rmdir()  # where nothing came into it, as of a model that cannot be loaded
-            raise
+        yield
 
 
 def _backend(

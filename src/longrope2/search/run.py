@@ -15,7 +15,7 @@ from longrope2.console import ProgressLine, say, warn
 from longrope2.distributed import World, world
 from longrope2.errors import LongRopeError
 from longrope2.factors import RescaleFactors
-from longrope2.files import only_one, package_versions, refuse_foreign
+from longrope2.files import check_writable, only_one, package_versions, refuse_foreign
 from longrope2.methods import METHODS
 from longrope2.models import LoadedModel, describe, load, rescale_model, weights_fingerprint
 from longrope2.needles import NeedleDocument, documents_digest, make_needles
@@ -24,7 +24,7 @@ from longrope2.search.config import SearchConfig, check
 from longrope2.search.evolution import EvolutionConfig, evolve
 from longrope2.search.journal import Journal
 from longrope2.search.progress import Reporter
-from longrope2.search.record import outcome_record, perplexity, show_record, write_record
+from longrope2.search.record import RECORD, outcome_record, perplexity, show_record, write_record
 from longrope2.search.space import Genome, SearchSpace, default_attention_factor
 
 WINDOW_FRACTIONS = (0.25, 0.5, 1.0)
@@ -120,7 +120,8 @@ def run_search(
     with world(group_size=tensor_parallel) as here:
         if here.is_main:
             # TensorBoard's folder, too: it stays when a damaged journal was removed, as the message asks for.
-            refuse_foreign(output, "search", "history.jsonl", "search.json", "tensorboard")
+            refuse_foreign(output, "search", "history.jsonl", RECORD, "tensorboard")
+            check_writable(output / RECORD)
         loaded = load(info, device=here.device(), tensor_parallel=tensor_parallel)
         factors = search(loaded, config, output, here)
         if here.is_main:
