@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import longrope2
-from longrope2.errors import ModelError
+from longrope2.errors import LongRopeError, ModelError
 from longrope2.factors import RescaleFactors
 from longrope2.models import ASSETS, describe, rescale_model
 
@@ -57,6 +57,7 @@ def test_search_evaluate_and_export_give_values_and_print_nothing(tmp_path, caps
         tasks=("full",), lengths=(256,), samples=1,
     )  # fmt: skip
     assert again["scores"] == result["scores"]
+    assert {path.name for path in tmp_path.iterdir()} == {"search", "scores"}
     folder = longrope2.export_model("tiny", tmp_path / "tiny-512", factors=found)
     assert longrope2.load(folder).longrope2.factors.long == found.long
     assert capsys.readouterr().out == ""
@@ -74,3 +75,24 @@ def test_a_search_from_a_rescaled_model_keeps_what_it_does_within_its_window(tmp
     found = longrope2.search_factors(model, 1024, extend_again=True, **small)
     assert set(found.short) == {2.0}
     assert found.short == longrope2.rescale(model, "pi", 1024, extend_again=True).short
+
+
+def test_words_that_a_command_would_refuse_are_refused_from_python_too(tmp_path):
+    factors, output = longrope2.rescale("tiny", "yarn", 512), tmp_path / "output"
+    refused = {
+        "backend 'jax'": lambda: longrope2.evaluate("tiny", ["niah"], output, factors=factors, backend="jax"),
+        "profile 'static'": lambda: longrope2.export_model("tiny", output, factors=factors, profile="static"),
+        "format 'onnx'": lambda: longrope2.export_model("tiny", output, factors=factors, format="onnx"),
+        "dtype 'half'": lambda: longrope2.export_model("tiny", output, factors=factors, dtype="half"),
+    }
+    for word, call in refused.items():
+        with pytest.raises(LongRopeError, match=f"{word} is not known"):
+            call()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_search_from_python_keeps_out_of_the_folders_of_other_things(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(LongRopeError, match="neither empty nor a run of `longrope2 search`"):
+        longrope2.search_factors("tiny", 512, tmp_path, documents=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]

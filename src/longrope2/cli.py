@@ -543,13 +543,7 @@ def train(model: str, estimate: bool, gpus: int, gpu: str, target_length: int | 
 @click.option(
     "-o", "--output", required=True, type=PLACE, metavar="FOLDER", help="For results.json, every answer and figures."
 )
-@click.option(
-    "--factors",
-    "factors_file",
-    type=PLACE,
-    metavar="FILE",
-    help="What `search` or `factors` wrote; default: the factors in the model's config.",
-)
+@factors_option
 @click.option("--lengths", type=LENGTHS, metavar="LIST", help="E.g. 4k,8k; default: 4k, 8k, 16k, … up to the window.")
 @click.option("--samples", type=int, metavar="N", help="Per task and length (niah: per cell); default: the suite's.")
 @click.option("--tasks", type=NAMES, metavar="LIST", help="Only these tasks of the suites.")

@@ -141,7 +141,8 @@ def only_one(
                     yield
                 except BaseException:
                     with suppress(OSError):
-                        folder.rmdir()  # where nothing came into it, as of a model that cannot be loaded
+                        if not file:  # a folder of this work alone, and nothing may have come into it
+                            folder.rmdir()
                     raise
                 return
             time.sleep(PAUSE)  # somebody who only looks is gone by then

@@ -699,7 +699,7 @@ def test_words_that_mean_nothing_are_refused():
         (["--books", "EMPTY"], "no .txt file in this folder"),
         (["--tensor-parallel", 2], "cannot form groups of 2\nhint: start with: torchrun --nproc-per-node 2"),
         (["--tensor-parallel", 0], "1 processes cannot form groups of 0"),
-        (["-o", "SHORT/short.txt"], "short.txt: cannot be written (File exists)\nhint: give another path"),
+        (["-o", "SHORT/short.txt"], "short.txt/search.json: cannot be written (File exists)\nhint: give another path"),
         (["--race", "sometimes"], "Invalid value for '--race'"),
     ],
 )

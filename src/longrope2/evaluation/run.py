@@ -167,7 +167,7 @@ def run_evaluation(
     model: str,
     output: Path,
     *,
-    factors_file: Path | None,
+    factors: RescaleFactors | Path | None,
     original_length: int | None,
     switch_length: int | None,
     backend_name: Literal["torch", "vllm"],
@@ -179,14 +179,16 @@ def run_evaluation(
     """`longrope2 evaluate`."""
     config = EvaluationConfig(**{key: value for key, value in options.items() if value is not None})
     info = models.describe(model, original_length=original_length)
-    factors = None if factors_file is None else RescaleFactors.load(factors_file)
+    file = factors if isinstance(factors, Path) else None
+    if isinstance(factors, Path):
+        factors = RescaleFactors.load(factors)
     if factors is not None:
         models.check_factors(factors, info)
     window = info.reading.window if factors is None else factors.target_length
     _check(config, info, factors, window, switch_length, backend_name)
     described = _described(info, factors)
     started = time.monotonic()
-    with world() as here, _alone(output, factors_file, here):
+    with world() as here, _alone(output, file, here):
         backend, facts = _backend(info, factors, window, switch_length, backend_name, here)
         header = {
             "version": __version__,

@@ -261,7 +261,7 @@ def _evaluate(setting: Setting, method: str, output: Path, table: Mapping[str, A
     run_evaluation(
         model,
         output,
-        factors_file=factors,
+        factors=factors,
         original_length=None if method == ledger.AFTER_TRAINING else recipe.original_length,
         switch_length=None,
         backend_name="torch",

@@ -119,13 +119,18 @@ def run_search(
     check(config, info.rope)  # before an 8B model is loaded for nothing
     with world(group_size=tensor_parallel) as here:
         if here.is_main:
-            # TensorBoard's folder, too: it stays when a damaged journal was removed, as the message asks for.
-            refuse_foreign(output, "search", "history.jsonl", RECORD, "tensorboard")
-            check_writable(output / RECORD)
+            check_output(output)
         loaded = load(info, device=here.device(), tensor_parallel=tensor_parallel)
         factors = search(loaded, config, output, here)
         if here.is_main:
             show_record(output, factors, as_json=as_json)
+
+
+def check_output(output: Path) -> None:
+    """Refuse a folder that holds other things, or cannot be written to."""
+    # TensorBoard's folder, too: it stays when a damaged journal was removed, as the message asks for.
+    refuse_foreign(output, "search", "history.jsonl", RECORD, "tensorboard")
+    check_writable(output / RECORD)
 
 
 def _space(config: SearchConfig, baseline: RescaleFactors) -> SearchSpace:
