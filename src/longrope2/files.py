@@ -80,7 +80,8 @@ def check_writable(path: Path) -> None:
     is_new = not path.parent.exists()
     _temporary(path).unlink()
     if is_new:
-        path.parent.rmdir()  # the work may fail before it has anything to put there
+        with suppress(OSError):  # somebody else is at work there
+            path.parent.rmdir()  # the work may fail before it has anything to put there
 
 
 def _temporary(path: Path) -> Path:
