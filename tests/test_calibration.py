@@ -176,6 +176,7 @@ class TestTheCommand:
             ({"factors_file": None}, "no factors were given, and tiny has none of its own\nhint: pass --factors FILE"),
             ({"output": Path(__file__)}, "test_calibration.py/calibration.json: cannot be written"),
             ({"output": "TAKEN"}, r"calibration.json: cannot be written \(Is a directory\)"),
+            ({"output": Path(__file__).parent}, "neither empty nor a run of `longrope2 calibrate`"),
             ({"seed": -1}, "seed must be at least 0, got -1"),
             ({"books": "nosuch"}, "'nosuch' is neither a file or folder"),
             ({"lengths": (288, 3)}, r"document of 3 tokens has no room[^\0]*smallest length .* is \d+"),

@@ -12,7 +12,7 @@ from longrope2.console import say, show_json, show_table, warn
 from longrope2.errors import FactorsError, LongRopeError, MissingExtraError
 from longrope2.factors import RescaleFactors
 from longrope2.figures import draw_calibration
-from longrope2.files import check_writable, write_json
+from longrope2.files import check_writable, refuse_foreign, write_json
 from longrope2.generation.saved import carries_factors, read_factors, store_switch_length
 from longrope2.models import check_factors, describe, load, load_tokenizer
 
@@ -45,6 +45,7 @@ def run_calibrate(
         raise FactorsError(f"no factors were given, and {model} has none of its own", hint="pass --factors FILE")
     config.check(factors.target_length if factors else info.reading.window, load_tokenizer(info))
     if output is not None:
+        refuse_foreign(output, "calibrate", RESULT, SCORES, beside=factors_file)
         check_writable(output / RESULT)
     loaded = load(info)
     try:
