@@ -62,9 +62,15 @@ class ProgressLine:
         self._log_every = log_every
         self._started = self._printed = time.monotonic()
         self._live = sys.stderr.isatty()
+        self._done = 0.0
+
+    def advance(self, count: int = 1, text: str = "") -> None:
+        """Tell that `count` more is behind us."""
+        self.update(self._done + count, text)
 
     def update(self, done: float, text: str = "", *, always: bool = False) -> None:
         """Tell that `done` of the total is behind us; a log gets this line in any case if `always`."""
+        self._done = done
         now = time.monotonic()
         finished = done >= self._total
         if not self._live and not finished and not always and now - self._printed < self._log_every:

@@ -86,7 +86,7 @@ def calibrate(
     by_length = {length: found[length] for length in lengths if found[length]}
     sides = one_sided(factors)
     progress = ProgressLine(sum(map(len, by_length.values())) * len(sides), "calibrate")
-    done, points = 0, []
+    points = []
     documents_made = documents_digest(document for made in by_length.values() for document in made)
     header = {**subject, "weights": weights_fingerprint(loaded.info), "documents": documents_made}
     alone = only_one(output, "another process is calibrating there")
@@ -100,8 +100,7 @@ def calibrate(
                     if key not in journal.scores:
                         journal.keep(key, _score(scorer, side_factors, document))
                     scores[side].append(journal.scores[key])
-                    done += 1
-                    progress.update(done, f"{length:,} tokens")
+                    progress.advance(text=f"{length:,} tokens")
             points.append(_point(length, config.depths, scores))
     return {
         "method": factors.method,

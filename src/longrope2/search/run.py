@@ -27,6 +27,7 @@ from longrope2.search.progress import Reporter
 from longrope2.search.record import RECORD, outcome_record, perplexity, show_record, write_record
 from longrope2.search.space import Genome, SearchSpace, default_attention_factor
 
+HISTORY = "history.jsonl"
 WINDOW_FRACTIONS = (0.25, 0.5, 1.0)
 """Where the base model is tried within its own window before anything is searched."""
 HELD_OUT_SEED = 1_000_000
@@ -65,7 +66,8 @@ def search(loaded: LoadedModel, config: SearchConfig, output: Path | None, here:
                 report = reporter or _quiet
                 outcome = evolve(space, config.evolution, len(searched), evaluate, journal=journal, report=report)
                 forms = {name: space.closed_form(name) for name in METHODS if name != "longrope2"}
-                counted = _counted(len(forms) * len(documents) + len(held_out)) if here.is_main else _quiet
+                line = ProgressLine(len(forms) * len(documents) + len(held_out), "closed forms, evaluations")
+                counted = line.advance if here.is_main else _quiet
                 evaluate = _evaluator(scorer, space, documents, journal, here, scored=counted)
                 methods = _totals(forms, range(len(searched)), evaluate)
                 unseen = _totals({"searched": outcome.best, **forms}, range(len(searched), len(documents)), evaluate)
@@ -129,7 +131,7 @@ def run_search(
 def check_output(output: Path) -> None:
     """Refuse a folder that holds other things, or cannot be written to."""
     # TensorBoard's folder, too: it stays when a damaged journal was removed, as the message asks for.
-    refuse_foreign(output, "search", "history.jsonl", RECORD, "tensorboard")
+    refuse_foreign(output, "search", HISTORY, RECORD, "tensorboard")
     check_writable(output / RECORD)
 
 
@@ -202,7 +204,7 @@ def _open_journal(output: Path | None, header: dict[str, Any], here: World) -> I
     folder = output if here.is_main else None
     with (
         only_one(folder, "another process is searching there"),
-        closing(Journal(folder and folder / "history.jsonl", header)) as journal,
+        closing(Journal(folder and folder / HISTORY, header)) as journal,
     ):
         journal.known = here.gather(journal.known)[0]
         yield journal
@@ -280,18 +282,6 @@ def _evaluator(
         return [journal.known[genome.key(), document] for genome, document in tasks]
 
     return evaluate
-
-
-def _counted(total: int) -> Callable[[int], None]:
-    """Shows how many of the closed forms' evaluations are done."""
-    line, done = ProgressLine(total, "closed forms, evaluations"), 0
-
-    def scored(count: int) -> None:
-        nonlocal done
-        done += count
-        line.update(done)
-
-    return scored
 
 
 def _totals(

@@ -166,8 +166,8 @@ def resolve(plan_rows: int | None, *, groups: int, **options: Any) -> RunConfig:
         learning["batch_rows"] = max(most // groups, 1) * groups
     if "steps" not in learning:
         # Without a plan their number is not known yet, and no warm-up is too long for it.
-        rows = learning.get("warmup_steps", 0) * learning["batch_rows"] if plan_rows is None else plan_rows
-        learning["steps"] = max(rows // max(learning["batch_rows"], 1), 1)
+        known = None if plan_rows is None else plan_rows // max(learning["batch_rows"], 1)
+        learning["steps"] = max(learning.get("warmup_steps", 1) if known is None else known, 1)
     learning.setdefault("warmup_steps", min(LARGEST_WARMUP, max(learning["steps"] // 10, 1)))
     return RunConfig(train=TrainConfig(**learning), **given)
 
