@@ -6,15 +6,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from longrope2.distributed import world
 from longrope2.evaluation.results import RESULTS
-from longrope2.evaluation.run import run_evaluation
-from longrope2.evaluation.suites import chosen
+from longrope2.evaluation.run import BackendName, run_evaluation
 from longrope2.export.config import Profile
 from longrope2.export.engines import Format
-from longrope2.export.gguf import PRECISIONS
 from longrope2.export.run import export
 from longrope2.factors import RescaleFactors
 from longrope2.models import ModelInfo, describe, rescale_model
@@ -23,8 +21,6 @@ from longrope2.search.config import SearchConfig, check
 from longrope2.search.evolution import EvolutionConfig
 from longrope2.search.run import check_output, search
 from longrope2.training.run import PRODUCT, run_train
-
-Backend = Literal["torch", "vllm"]
 
 
 def rescale(
@@ -79,7 +75,7 @@ def train(
     """
     output = Path(output)
     with contextlib.redirect_stdout(sys.stderr):
-        run_train(str(model), factors=_given(factors), plan=Path(plan), output=output, cache=_path(cache), **options)
+        run_train(str(model), factors=factors, plan=Path(plan), output=output, cache=_path(cache), **options)
     return output / PRODUCT
 
 
@@ -89,7 +85,7 @@ def evaluate(
     output: str | Path,
     *,
     factors: RescaleFactors | str | Path | None = None,
-    backend: Backend = "torch",
+    backend: BackendName = "torch",
     switch_length: int | None = None,
     original_length: int | None = None,
     name: str | None = None,
@@ -101,13 +97,12 @@ def evaluate(
     Without factors it runs as its config says. Options are those of `longrope2 evaluate`: `lengths`, `samples`,
     `tasks`, `data`, `books`, … The same call goes on after an interruption.
     """
-    chosen("backend", [backend], get_args(Backend))
     with contextlib.redirect_stdout(sys.stderr):
         run_evaluation(
             str(model),
             Path(output),
             suites=tuple(suites),
-            factors=None if factors is None else _given(factors),
+            factors=factors,
             backend_name=backend,
             switch_length=switch_length,
             original_length=original_length,
@@ -127,22 +122,14 @@ def export_model(
     factors: RescaleFactors | str | Path | None = None,
     profile: Profile = "dual",
     format: Format = "huggingface",
-    dtype: str | None = None,
     **options: Any,
 ) -> Path:
     """Write a model with its factors for transformers, vLLM, llama.cpp and others; returns where it is.
 
-    Without factors the model must carry its own. Options are those of `longrope2 export`: `force`, …
+    Without factors the model must carry its own. Options are those of `longrope2 export`: `dtype`, `force`, …
     """
-    chosen("profile", [profile], get_args(Profile))
-    chosen("format", [format], get_args(Format))
-    chosen("dtype", [dtype] if dtype else (), PRECISIONS)
-    export(str(model), Path(output), dtype=dtype, factors=factors, profile=profile, format=format, **options)
+    export(str(model), Path(output), factors=factors, profile=profile, format=format, **options)
     return Path(output)
-
-
-def _given(factors: RescaleFactors | str | Path) -> RescaleFactors | Path:
-    return factors if isinstance(factors, RescaleFactors) else Path(factors)
 
 
 def _path(place: str | Path | None) -> Path | None:

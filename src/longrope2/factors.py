@@ -161,6 +161,11 @@ class RescaleFactors:
         return cls(**values)
 
     @classmethod
+    def given(cls, factors: "RescaleFactors | str | Path") -> "RescaleFactors":
+        """The value itself, or what a file of it holds."""
+        return factors if isinstance(factors, RescaleFactors) else cls.load(factors)
+
+    @classmethod
     def load(cls, path: str | Path, spec: RopeSpec | None = None) -> "RescaleFactors":
         """Read a factors file and, given a spec, check that it was made for that RoPE."""
         path = Path(path)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -41,6 +41,7 @@ SUITES: dict[str, Suite] = {
     module.SUITE.name: module.SUITE
     for module in (ruler_suite, niah, passkey, book_perplexity, infinitebench, longbench, loft, short)
 }
+BackendName = Literal["torch", "vllm"]
 SHORTEST = 4096
 LARGEST_SEED = 2**32 - 1
 """Of numpy's old generator, with which RULER draws."""
@@ -167,10 +168,10 @@ def run_evaluation(
     model: str,
     output: Path,
     *,
-    factors: RescaleFactors | Path | None,
+    factors: RescaleFactors | str | Path | None,
     original_length: int | None,
     switch_length: int | None,
-    backend_name: Literal["torch", "vllm"],
+    backend_name: BackendName,
     name: str | None,
     cache: Path | None,
     as_json: bool,
@@ -179,10 +180,9 @@ def run_evaluation(
     """`longrope2 evaluate`."""
     config = EvaluationConfig(**{key: value for key, value in options.items() if value is not None})
     info = models.describe(model, original_length=original_length)
-    file = factors if isinstance(factors, Path) else None
-    if isinstance(factors, Path):
-        factors = RescaleFactors.load(factors)
+    file = None if isinstance(factors, RescaleFactors) else factors
     if factors is not None:
+        factors = RescaleFactors.given(factors)
         models.check_factors(factors, info)
     window = info.reading.window if factors is None else factors.target_length
     _check(config, info, factors, window, switch_length, backend_name)
@@ -239,6 +239,7 @@ def _check(
     backend_name: str,
 ) -> None:
     """Refuse what cannot be run, before a large model is loaded for nothing."""
+    chosen("backend", [backend_name], get_args(BackendName))
     if switch_length is not None and backend_name == "torch":
         if factors is None and not carries_factors(info):
             raise LongRopeError("--switch-length needs a model with two sides", hint="give --factors FILE")
@@ -254,7 +255,7 @@ def _check(
 
 
 @contextmanager
-def _alone(output: Path, factors_file: Path | None, here: World) -> Iterator[None]:
+def _alone(output: Path, factors_file: str | Path | None, here: World) -> Iterator[None]:
     """Keep other evaluations out of the folder, and see that it holds nothing else and takes the results."""
     if here.is_main:
         refuse_foreign(output, "evaluate", JOURNAL, RESULTS, SAMPLES, beside=factors_file)

@@ -2,16 +2,19 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from longrope2.console import say, warn
 from longrope2.errors import LongRopeError
+from longrope2.evaluation.suites import chosen
 from longrope2.export.card import card, is_card, read_results
-from longrope2.export.config import Profile, profile_of, profiled, with_forced_temperature, with_provenance
+from longrope2.export.config import PROFILES, Profile, profile_of, profiled, with_forced_temperature, with_provenance
 from longrope2.export.engines import ENGINES, Format
 from longrope2.export.fold import QueryScale
+from longrope2.export.gguf import PRECISIONS as GGUF_PRECISIONS
 from longrope2.export.gguf import check_architecture, is_exported_file, write_file
 from longrope2.export.huggingface import is_exported_folder, write_folder
 from longrope2.export.output import check_output
@@ -38,18 +41,21 @@ def export(
     force: bool = False,
 ) -> None:
     """Write `model` with `factors`, or those it carries, for the engines of a format; see docs/serving.md."""
+    chosen("profile", [profile], PROFILES)
+    chosen("format", [format], get_args(Format))
+    chosen("dtype", [] if dtype is None else [dtype], GGUF_PRECISIONS)
     source = SourceModel(describe(model))
     known_results = read_results(results) if results else None
     _check_outputs(output, source, format=format, force=force)
-    chosen = profiled(_factors(source, factors, extend_again=extend_again), profile)
-    exported = with_forced_temperature(chosen) if fold_temperature else chosen
+    wanted = profiled(_factors(source, factors, extend_again=extend_again), profile)
+    exported = with_forced_temperature(wanted) if fold_temperature else wanted
     source.refuse_parts()
     if format == "gguf":
         check_architecture(source, exported)
     elif dtype is not None and dtype not in PRECISIONS:
         raise LongRopeError(f"--dtype {dtype} is a format of GGUF", hint="say --format gguf, or --dtype bfloat16")
 
-    folded = (chosen.long_attention_factor / exported.long_attention_factor) ** 2
+    folded = (wanted.long_attention_factor / exported.long_attention_factor) ** 2
     change = QueryScale(source.config, source.tensors.keys(), folded) if folded != 1 else _unchanged
     precision = dtype or _precision(source.dtype)
     how = _provenance(source, profile=profile_of(exported), dtype=precision, folded=folded)
@@ -108,7 +114,7 @@ def _factors(source: SourceModel, given: RescaleFactors | str | Path | None, *, 
                 hint="add --factors FILE; `longrope2 search` and `longrope2 factors` write such files",
             )
         return told_factors(source.folder, carried) if source.folder else carried
-    factors = given if isinstance(given, RescaleFactors) else RescaleFactors.load(given)
+    factors = RescaleFactors.given(given)
     # The original window is theirs to tell, where a config is silent or wrong about it.
     factors.check_fits(replace(info.rope, original_length=factors.original_length), info.name)
     if carried is None or not carried.rotates_as(factors):

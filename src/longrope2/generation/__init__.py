@@ -43,9 +43,9 @@ def load(
         factors = read_factors(read_config(config))
         if switch_length is None:
             switch_length = read_switch_length(config)
-    elif not isinstance(factors, RescaleFactors):
-        factors = RescaleFactors.load(factors)
-    return switching(model, factors, switch_length=switch_length, strategy=strategy, shadow_chunk=shadow_chunk)
+    return switching(
+        model, RescaleFactors.given(factors), switch_length=switch_length, strategy=strategy, shadow_chunk=shadow_chunk
+    )
 
 
 def switching(

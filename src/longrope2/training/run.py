@@ -34,7 +34,7 @@ SETTINGS = "run.json"
 def run_train(
     model: str,
     *,
-    factors: RescaleFactors | Path,
+    factors: RescaleFactors | str | Path,
     plan: Path,
     output: Path,
     original_length: int | None = None,
@@ -54,7 +54,7 @@ def run_train(
     with interrupts(), world(group_size=sequence_parallel) as here:
         job = prepare(
             describe(model, original_length=original_length),
-            RescaleFactors.load(factors) if isinstance(factors, Path) else factors,
+            RescaleFactors.given(factors),
             read_plan(plan),
             plan_fingerprint="sha256:" + hashlib.sha256(plan.read_bytes()).hexdigest()[:16],
             cache=cache,
