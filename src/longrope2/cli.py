@@ -124,6 +124,12 @@ seed_option = click.option("--seed", default=0, show_default=True, help="The sam
 books_option = click.option(
     "--books", metavar="SOURCE", help="Folder, file or hub dataset; default: the package's books."
 )
+corpus_option = click.option(
+    "--cache",
+    type=PLACE,
+    metavar="FOLDER",
+    help="Where tokenised sources are kept.  [default: ~/.cache/longrope2/corpus]",
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 
 
@@ -417,12 +423,7 @@ def data() -> None:
 @click.option(
     "--max-padding", type=float, metavar="SHARE", help="Largest share of padding in a short row.  [default: 0.01]"
 )
-@click.option(
-    "--cache",
-    type=PLACE,
-    metavar="FOLDER",
-    help="Where tokenised sources are kept.  [default: ~/.cache/longrope2/corpus]",
-)
+@corpus_option
 @original_option
 @json_option
 def plan(model: str, output: Path, **options: Any) -> None:
@@ -690,12 +691,7 @@ def _show_recipe(context: click.Context, _: click.Parameter, name: str | None) -
     help="TOML file, or a recipe of the package: tiny-laptop, smollm2-32k, llama3-8b-128k, phi3-mini-128k.",
 )
 @click.option("--stages", type=NAMES, default="", metavar="LIST", help="E.g. search,evaluate; default: all.")
-@click.option(
-    "--cache",
-    type=PLACE,
-    metavar="FOLDER",
-    help="Where tokenised sources are kept.  [default: ~/.cache/longrope2/corpus]",
-)
+@corpus_option
 @original_option
 @again_option
 @click.option("--dry-run", is_flag=True, help="Print what would be done, with time, memory and disk.")
