@@ -50,12 +50,14 @@ def test_sources_of_a_mix_are_made_and_put_in_place(recipe, tmp_path, monkeypatc
     (books / "a.txt").write_text(next(iter(read_books())).text, encoding="utf-8")
     monkeypatch.setattr(recipe, "RECALL", dict.fromkeys(recipe.RECALL, (512, 3, 2)))
     planned = []
-    monkeypatch.setattr(recipe, "run_plan", lambda model, path, *, config, cache: planned.append(config))
+    monkeypatch.setattr(recipe, "run_plan", lambda model, path, *, config, seed, cache: planned.append((config, seed)))
     bench = recipe.Bench(model="tiny", data=data, output=tmp_path / "out")
     bench.__dict__["base"] = "tiny"
     (tmp_path / "out").mkdir()
-    bench.plan("mix-32k")
-    _, sources, _ = read_config(planned[0])
+    bench.plan("mix-32k", 1)
+    config, seed = planned[0]
+    assert seed == 1
+    _, sources, _ = read_config(config)
     assert [source.path for source in sources] == [str(books), *(f"{tmp_path}/out/recall-{n}k.jsonl" for n in (8, 32))]
     assert len((tmp_path / "out" / "recall-32k.jsonl").read_text().splitlines()) == 3
 

@@ -91,6 +91,8 @@ class Row:
     length: int = 32 * K
     mix: str = "mix-32k"
     """The file that says what it is trained on."""
+    seed: int = 0
+    """Of what is drawn from it, and in which order."""
     steps: int = 80
     learning_rate: float = LEARNING_RATE
     evaluations: tuple[str, ...] = LONG
@@ -100,6 +102,7 @@ MAIN = {"table": "main-32k", "steps": 153, "evaluations": ALL}
 BOOKS = {"table": "books-32k", "mix": "books-32k", "steps": 153, "evaluations": ALL}
 ABLATION = {"table": "ablations-32k", "steps": 153}  # compared with YaRN, NTK, paper and wide of the main table
 TUNING = {"table": "tuning", "mix": "books-32k", "make": closed("yarn"), "window": "single", "steps": 40}
+OTHER_ROWS = {"table": "seeds-32k", "steps": 153, "seed": 1}
 LONGEST = {"table": "main-64k", "mix": "mix-64k", "length": 64 * K}
 SINGLE = {"window": "single"}
 DEPTHS = (0.0, 0.5, 0.2, 0.7, 0.4, 0.1, 0.6, 0.3, 0.8, 0.9)
@@ -121,6 +124,8 @@ ROWS: dict[str, Row] = {
         title="no mixed windows", make=same_as("paper"), evaluations=(*LONG, *SHORT), **SINGLE, **ABLATION
     ),
     "wide-cold": Row(title="temperature 1", make=same_as("wide", long_attention_factor=1.0), **ABLATION),
+    "yarn-other": Row(title="YaRN, other rows", make=closed("yarn"), **SINGLE, **OTHER_ROWS),
+    "paper-other": Row(title="LongRoPE2 (paper), other rows", make=same_as("paper"), **OTHER_ROWS),
     "yarn-64k": Row(title="YaRN", make=closed("yarn"), **SINGLE, **LONGEST),
     "paper-64k": Row(title="LongRoPE2 (paper)", make=searched(iterations=3), **LONGEST),
     "wide-64k": Row(title="LongRoPE2 (wide)", make=searched(space="wide", iterations=3), **LONGEST),
@@ -187,9 +192,9 @@ class Bench:
             write_recall(load_tokenizer(describe(self.base)), config, path)
         return path
 
-    def plan(self, mix: str) -> Path:
+    def plan(self, mix: str, seed: int) -> Path:
         """The rows that every method of a table is trained on."""
-        path = self.output / f"plan-{mix}.jsonl"
+        path = self.output / f"plan-{mix}-{seed}.jsonl"
         if not path.exists():
             text = (HERE / f"{mix}.toml").read_text(encoding="utf-8")
             config = self.output / f"{mix}.toml"
@@ -197,7 +202,7 @@ class Bench:
             named = re.compile('path = "(.+?)"')
             placed = named.sub(lambda found: f"path = {json.dumps(str(self.source(found[1])))}", text)
             config.write_text(placed, encoding="utf-8")
-            run_plan(self.base, path, config=config, cache=self.output / "tokens")
+            run_plan(self.base, path, config=config, seed=seed, cache=self.output / "tokens")
         return path
 
     def train(self, name: str) -> str:
@@ -209,7 +214,7 @@ class Bench:
         product = train(
             self.base,
             factors,
-            self.plan(row.mix),
+            self.plan(row.mix, row.seed),
             self.output / name / "train",
             cache=self.output / "tokens",
             steps=row.steps,
@@ -261,6 +266,7 @@ class Bench:
             "model": Path(self.model).name,
             "window": row.window,
             "mix": row.mix if row.steps else None,
+            "seed": row.seed,
             "target_length": row.length,
             "learning_rate": row.learning_rate,
             "factors": self.factors(name).to_json() if row.make else None,
