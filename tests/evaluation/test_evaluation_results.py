@@ -341,6 +341,18 @@ def test_a_folder_is_called_by_the_method_of_its_factors(tmp_path, one_rope):
     assert _described(describe(tmp_path / "e"), None)["method"] == "longrope"
 
 
+def test_a_rescaled_model_is_not_given_another_trained_window(tmp_path, monkeypatch, capsys):
+    """It would run as its config says all the same; the length that is there may be said again."""
+    monkeypatch.setattr(models, "load", lambda *_, **__: pytest.fail("weights were loaded"))
+    export("tiny", tmp_path / "e", factors=rescale("yarn", describe("tiny").rope, 1024))
+    ask = ["evaluate", tmp_path / "e", "--suite", "niah", "-o", tmp_path / "out", "--original-length"]
+    code, _, error = command(monkeypatch, capsys, *ask, "128")
+    assert code == 2
+    assert "e runs as its config says, with a trained window of 256 tokens, not 128\nhint: leave --original" in error
+    with pytest.raises(pytest.fail.Exception, match="weights were loaded"):
+        command(monkeypatch, capsys, *ask, "256")
+
+
 def test_one_evaluation_at_a_time_in_a_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(models, "load", lambda *_, **__: pytest.fail("weights were loaded"))
     with only_one(tmp_path, "", hint=""):

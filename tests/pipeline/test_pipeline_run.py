@@ -9,14 +9,17 @@ import time
 import pytest
 from pipeline_samples import start, write_recipe
 
-from longrope2 import extend, ledger, load, train
+from longrope2 import describe, export_model, extend, ledger, load, train
 from longrope2.cli import cli
 from longrope2.errors import LongRopeError
 from longrope2.export import verify
 from longrope2.export.probes import probe
 from longrope2.factors import RescaleFactors
 from longrope2.ledger import Ledger
+from longrope2.methods import rescale
+from longrope2.pipeline.recipe import Recipe
 from longrope2.pipeline.run import Job
+from longrope2.pipeline.steps import Setting, make_steps
 from longrope2.report.gather import gather
 from longrope2.report.summary import UNTRAINED, summarise
 from longrope2.watching import look
@@ -203,6 +206,18 @@ def test_what_other_options_gave_is_not_reported_as_this(place, recipe, whole):
     assert after.title == before.title == "tiny, 256 → 512 tokens"
     views = {view.stage: view for view in look(folder)}
     assert (views["evaluate"].state, views["evaluate"].text) == ("waiting", "4 of 6")
+
+
+def test_the_base_is_measured_as_it_is(tmp_path):
+    """Also where it was extended before, and the recipe says another trained window than its config."""
+    model = export_model("tiny", tmp_path / "model", factors=rescale("yarn", describe("tiny").rope, 512))
+    table = {"suites": ("perplexity",), "tasks": ("full",), "lengths": (64,), "samples": 1}
+    recipe = Recipe(model=str(model), target_length=1024, original_length=128, extend_again=True, evaluate=(table,))
+    info = describe(model, original_length=128)
+    setting = Setting(folder=tmp_path / "run", recipe=recipe, info=info, cache=None)
+    make_steps(setting, {"evaluate"})[0].work()
+    result = json.loads((tmp_path / "run/evaluate/base/perplexity/results.json").read_text())
+    assert (result["factors"]["original_length"], result["switch_length"]) == (256, 256)
 
 
 def test_without_training_the_model_itself_is_exported(place, recipe, whole):

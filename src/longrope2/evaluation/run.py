@@ -184,6 +184,8 @@ def run_evaluation(
     if factors is not None:
         factors = RescaleFactors.given(factors)
         models.check_factors(factors, info)
+    elif original_length is not None:
+        _refuse_another_length(info)
     window = info.reading.window if factors is None else factors.target_length
     _check(config, info, factors, window, switch_length, backend_name)
     described = _described(info, factors)
@@ -228,6 +230,19 @@ def run_evaluation(
         write_json(output / RESULTS, result)
         draw_figures({result["name"]: result["scores"]}, {result["name"]: result["grids"]}, output)
         _show(result, output, as_json=as_json)
+
+
+def _refuse_another_length(info: models.ModelInfo) -> None:
+    """A rescaled model runs as its config says; results that name another trained window would not be of that run."""
+    if info.reading.rescaled is None:
+        return
+    given, own = info.rope.original_length, models.describe(info.name).rope.original_length
+    if given != own:
+        raise LongRopeError(
+            f"{info.name} runs as its config says, with a trained window of {own:,} tokens, not {given:,}",
+            hint="leave --original-length out, give --factors, or change original_max_position_embeddings in its "
+            "config.json",
+        )
 
 
 def _check(

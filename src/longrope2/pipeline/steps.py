@@ -262,7 +262,7 @@ def _evaluate(setting: Setting, method: str, output: Path, table: Mapping[str, A
         model,
         output,
         factors=factors,
-        original_length=None if method == ledger.AFTER_TRAINING else recipe.original_length,
+        original_length=None if factors is None else recipe.original_length,  # a model as it is has its own
         switch_length=None,
         backend_name="torch",
         name=method,
