@@ -129,8 +129,8 @@ def read_recipe(
 ) -> Recipe:
     """A recipe by file or preset name; what is given of the rest replaces its own.
 
-    Without a name it is the preset of the tiny model, or each command's defaults for any other model. A target below
-    the recipe's own also bounds the lengths that it measures and writes documents of, which is noted.
+    Without a name it is the preset of the tiny model, or each command's defaults for any other model. Another target
+    than the recipe's own also changes the lengths that it measures and writes documents of, which is noted.
     """
     if name is None and model in (None, TINY):
         name = DEFAULT_PRESET
@@ -148,8 +148,8 @@ def read_recipe(
             source if folder is None or source["path"] == RECALL else beside(folder, source)
             for source in values.get("source", ())
         )
-    if target_length is not None and target_length < values.get("target_length", 0):
-        _bound_lengths(values, target_length, note)
+    if target_length is not None and values.get("target_length", target_length) != target_length:
+        _fit_lengths(values, target_length, note)
     given = {
         "model": model,
         "target_length": target_length,
@@ -165,15 +165,19 @@ def read_recipe(
     return recipe
 
 
-def _bound_lengths(values: Table, most: int, note: Callable[[str], None]) -> None:
+def _fit_lengths(values: Table, target: int, note: Callable[[str], None]) -> None:
+    """No length is beyond the target, and what is evaluated at the recipe's own target is so at this one, too."""
+    own = values["target_length"]
     for key in ("recall", "evaluate"):
         tables = values.get(key, ()) if _is_list(key) else filter(None, [values.get(key)])
         for table in tables:
             lengths = table.get("lengths", ())
-            if lengths and max(lengths) > most:
-                table["lengths"] = tuple(dict.fromkeys(min(length, most) for length in lengths))
-                was, now = (", ".join(f"{length:,}" for length in each) for each in (lengths, table["lengths"]))
-                note(f"{key}: lengths {was} of the recipe, made for a longer target, become {now}")
+            reached = (target,) if key == "evaluate" and own in lengths else ()
+            fitting = tuple(dict.fromkeys((*(min(length, target) for length in lengths), *reached)))
+            if fitting != lengths:
+                table["lengths"] = fitting
+                was, now = (", ".join(f"{length:,}" for length in each) for each in (lengths, fitting))
+                note(f"{key}: lengths {was} of the recipe, made for a target of {own:,}, become {now}")
 
 
 def presets() -> dict[str, str]:
