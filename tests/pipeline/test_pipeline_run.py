@@ -155,10 +155,14 @@ def test_what_other_options_gave_is_kept_aside(place, recipe, whole, capfd):
     folder.mkdir()
     shutil.copytree(whole, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("train", "evaluate"))
     changed = write_recipe(place, name="searched.toml", iterations=2)
-    job(place, changed, folder, "search").run()
-    told = capfd.readouterr().err
+    arguments = ["extend", "--config", str(changed), "-o", str(folder), "--stages", "search"]
+    cli.main(arguments, standalone_mode=False)
+    printed, told = capfd.readouterr()
     assert "warning: search runs again" in told
     assert "(evolution {" in told
+    assert "report:" not in printed  # which shows the search before
+    assert f"report/index.html was written before this; `longrope2 report {folder}` writes it anew" in told
+    assert extend(None, folder, config=changed, stages=["search"])["report"] is None
     aside = list((folder / "earlier").iterdir())
     assert [path.name[:7] for path in aside] == ["search-"]
     assert (aside[0] / "factors.json").read_bytes() == (whole / ledger.FACTORS).read_bytes()

@@ -56,7 +56,7 @@ def extend(
         extend_again=extend_again,
     )
     job.run()
-    return _result(job.folder, summarise(gather(job.folder)))
+    return _result(job.folder)[1]
 
 
 def run_extend(model: str | None, output: Path, *, dry_run: bool, as_json: bool, **options: Any) -> None:
@@ -71,21 +71,26 @@ def run_extend(model: str | None, output: Path, *, dry_run: bool, as_json: bool,
     job.run()
     if not _is_main():
         return
-    summary, page = summarise(gather(output)), output / ledger.PAGE
+    summary, result = _result(output)
     if as_json:
-        show_json(_result(output, summary))
+        show_json(result)
     else:
         if summary.rows:
             show_table(summary.title, summary.columns, summary.rows, caption=summary.caption)
-        if page.exists():
-            print(f"report: {page}")
+        if result["report"]:
+            print(f"report: {result['report']}")
+    if not result["report"] and (output / ledger.PAGE).exists():
+        say(f"{output / ledger.PAGE} was written before this; `longrope2 report {output}` writes it anew")
     if summary.note:
         say(summary.note)
 
 
-def _result(folder: Path, summary: Summary) -> dict[str, Any]:
-    page = folder / ledger.PAGE
-    return {**summary.to_json(), "report": str(page) if page.exists() else None}
+def _result(folder: Path) -> tuple[Summary, dict[str, Any]]:
+    """The summary, and as plain values with the page of the stage report, if that shows what there is now."""
+    data, page = gather(folder), folder / ledger.PAGE
+    summary = summarise(data)
+    is_fresh = data["steps"].get("report", {}).get("state") == ledger.DONE and page.exists()
+    return summary, {**summary.to_json(), "report": str(page) if is_fresh else None}
 
 
 class Job:
