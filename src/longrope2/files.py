@@ -19,6 +19,8 @@ from longrope2.errors import LongRopeError
 if sys.platform != "win32":  # where nobody is kept out
     import fcntl
 
+PARTIAL = ".partial-"
+"""In the names of files under way."""
 ATTEMPTS, PAUSE = 5, 0.1
 """How often to try for a lock, and the seconds between."""
 _PLAIN_LIST = re.compile(r"\[\n\s*([^\[\]{}]*?)\n\s*\]")
@@ -40,6 +42,12 @@ def atomic_path(path: Path) -> Iterator[Path]:
             raise _unwritable(path, error) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what kills have left of files under way, below a folder that this process has for itself."""
+    for left in folder.rglob(f".*{PARTIAL}*"):
+        left.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -90,7 +98,7 @@ def _temporary(path: Path) -> Path:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=path.suffix)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}{PARTIAL}", suffix=path.suffix)
     except OSError as error:
         raise _unwritable(path, error) from error
     os.close(handle)

@@ -15,6 +15,7 @@ from longrope2.errors import LongRopeError
 from longrope2.export import verify
 from longrope2.export.probes import probe
 from longrope2.factors import RescaleFactors
+from longrope2.files import atomic_path
 from longrope2.ledger import Ledger
 from longrope2.methods import rescale
 from longrope2.pipeline.recipe import Recipe
@@ -346,9 +347,12 @@ def test_killed_again_and_again_it_ends_with_the_same(place, recipe, whole, capf
         assert entry["state"] == "running", "the kill came too late"
         assert {view.stage: view.state for view in look(folder)}[step.partition("/")[0]] == "interrupted"
     capfd.readouterr()
+    drawing = atomic_path(folder / "report/needles.png")
+    left = drawing.__enter__()  # and a kill
     arguments = ["extend", "--config", str(recipe), "-o", str(folder), "--cache", str(place / "cache")]
     cli.main([*arguments, *stages], standalone_mode=False)
     printed = capfd.readouterr()
+    assert not left.exists()
     assert f"{EVALUATIONS[0]} goes on (interrupted)" in printed.err
     assert "search: done before" in printed.err
     assert "LongRoPE2, trained" in printed.out

@@ -15,7 +15,7 @@ from longrope2.console import duration, say, show_json, show_table, warn
 from longrope2.distributed import world
 from longrope2.errors import LongRopeError
 from longrope2.evaluation.suites import chosen
-from longrope2.files import package_versions, refuse_foreign
+from longrope2.files import package_versions, refuse_foreign, sweep
 from longrope2.ledger import STAGES, TRAINING, Ledger, fingerprint, only_one
 from longrope2.models import describe
 from longrope2.pipeline.checks import check_recipe
@@ -170,6 +170,7 @@ class Job:
             stack.enter_context(contextlib.redirect_stdout(sys.stderr))
             if is_main:
                 stack.enter_context(only_one(self.folder))
+                sweep(self.folder)
                 if kept := ledger.keep_damaged(self.folder):
                     warn(
                         f"{self.folder / ledger.LEDGER} is damaged (kept as {kept.name}) and made anew: "
