@@ -169,7 +169,7 @@ def load_tokenizer(info: ModelInfo) -> Any:
     try:
         return AutoTokenizer.from_pretrained(source, **options)
     except StrictDataclassError as error:
-        raise _refused_config(info, error) from error
+        raise refused_config(info.name, error) from error
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(
             f"{info.name}: its tokenizer cannot be loaded ({_first_line(error)})",
@@ -187,6 +187,14 @@ def pretrained_source(info: ModelInfo) -> tuple[str, dict[str, Any]]:
     if match["revision"]:
         options["revision"] = match["revision"]
     return match["repo"], options
+
+
+def refused_config(name: str, error: Exception) -> ModelError:
+    """What to tell of a config that transformers refuses."""
+    reason = " ".join(str(error).split())
+    return ModelError(
+        f"{name}: transformers cannot read its config ({reason})", hint="copy or download config.json again"
+    )
 
 
 def head_dim(config: Any) -> int:
@@ -249,19 +257,12 @@ def _load_weights(info: ModelInfo, dtype: "torch.dtype", tensor_parallel: int) -
     try:
         return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, use_safetensors=True, **placement, **options)
     except StrictDataclassError as error:
-        raise _refused_config(info, error) from error
+        raise refused_config(info.name, error) from error
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(
             f"{info.name}: its weights cannot be loaded ({_first_line(error)})",
             hint="the files may be cut short, or not belong to this config.json; copy or download them again",
         ) from error
-
-
-def _refused_config(info: ModelInfo, error: Exception) -> ModelError:
-    reason = " ".join(str(error).split())
-    return ModelError(
-        f"{info.name}: transformers cannot read its config ({reason})", hint="copy or download config.json again"
-    )
 
 
 def _local_config(path: Path) -> tuple[dict[str, Any], str]:

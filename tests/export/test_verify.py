@@ -190,10 +190,10 @@ class TestEngines:
         with pytest.raises(LongRopeError, match="its weights cannot be loaded"):
             _ = Reference(dual).model
         edit_config(dual, lambda config: config.update(hidden_size="much"))
-        with pytest.raises(LongRopeError, match=r"cannot read the model's config \(.*'hidden_size' expected int"):
+        with pytest.raises(LongRopeError, match=r"llama model: .* its config \(.*'hidden_size' expected int"):
             verify(dual)
         edit_config(dual, lambda config: config.update(model_type="odd"))
-        with pytest.raises(LongRopeError, match=r"cannot read the model's config \('odd'\)"):
+        with pytest.raises(LongRopeError, match=r"cannot read its config \('odd'\)"):
             verify(dual)
         for content, message in (("{", "not valid JSON"), ("[]", "not the config of a model")):
             (dual / "config.json").write_text(content)

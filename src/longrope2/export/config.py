@@ -4,12 +4,12 @@ import copy
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from longrope2.errors import LongRopeError, ModelError
+from longrope2.errors import LongRopeError
 from longrope2.factors import RescaleFactors
 from longrope2.families import FULL_ATTENTION, SLIDING_ATTENTION, read_config
 from longrope2.generation.saved import OWN_KEY, read_switch_length, write_factors
 from longrope2.methods import longrope_temperature
-from longrope2.models import head_dim
+from longrope2.models import head_dim, refused_config
 
 Profile = Literal["dual", "static-long"]
 PROFILES: tuple[Profile, ...] = ("dual", "static-long")
@@ -67,10 +67,7 @@ def live_config(config: Mapping[str, Any]) -> Any:
     try:
         return CONFIG_MAPPING[config["model_type"]].from_dict(copy.deepcopy(dict(config)))
     except (StrictDataclassError, KeyError, ValueError, TypeError) as error:
-        reason = " ".join(str(error).split())
-        raise ModelError(
-            f"transformers cannot read the model's config ({reason})", hint="copy or download config.json again"
-        ) from error
+        raise refused_config(f"this {config['model_type']} model", error) from error
 
 
 def serving_config(source: Mapping[str, Any], factors: RescaleFactors, *, dtype: str) -> dict[str, Any]:

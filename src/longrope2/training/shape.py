@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from longrope2.errors import ModelError
 from longrope2.families import SLIDING_ATTENTION
 from longrope2.gguf_model import open_gguf
-from longrope2.models import ModelInfo, head_dim, num_kv_heads, pretrained_source
+from longrope2.models import ModelInfo, head_dim, num_kv_heads, pretrained_source, refused_config
 from longrope2.training.trainable import linear_layers, matching
 
 
@@ -32,8 +31,7 @@ def skeleton(info: ModelInfo) -> Any:
             warnings.simplefilter("ignore")  # initialising what has no values
             return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except (OSError, ValueError, TypeError, StrictDataclassError) as error:
-        first_line = str(error).strip().partition("\n")[0]
-        raise ModelError(f"{info.name}: transformers makes no model of its config ({first_line})") from error
+        raise refused_config(info.name, error) from error
 
 
 @dataclass(frozen=True, kw_only=True)
