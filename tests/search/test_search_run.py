@@ -676,10 +676,10 @@ def test_words_that_mean_nothing_are_refused():
     )
     assert config.problems() == [
         "race must be 'off' or 'exact' or 'statistical', got 'sometimes'",
-        "objective must be 'needle' or 'plain', got 'perplexity'",
-        "space must be 'paper' or 'wide', got 'wider'",
         "dimensions must be 'critical' or 'all', got 'some'",
         "method must be 'longrope2' or 'longrope', got 'longrope3'",
+        "objective must be 'needle' or 'plain', got 'perplexity'",
+        "space must be 'paper' or 'wide', got 'wider'",
     ]
 
 

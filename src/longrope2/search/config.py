@@ -10,6 +10,7 @@ from longrope2.needles import MOST_DOCUMENTS, depth_problems
 from longrope2.perplexity import Objective
 from longrope2.rope import RopeSpec
 from longrope2.search.evolution import EvolutionConfig
+from longrope2.search.space import Bounds
 
 RANGES = {
     "documents": (1, MOST_DOCUMENTS),
@@ -23,10 +24,9 @@ RANGES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class SearchConfig:
+class SearchConfig(Bounds):
     """Everything that decides the result, besides the model; saved with every run."""
 
-    target_length: int
     documents: int = 10
     held_out: int = 0
     """Other documents, on which the winner and every closed form are scored at the end."""
@@ -36,12 +36,6 @@ class SearchConfig:
     """Where the needle stands: 0 is the start, as in the paper. Several are taken in turn, document by document."""
     objective: Objective = "needle"
     space: Literal["paper", "wide"] = "paper"
-    dimensions: Literal["critical", "all"] = "critical"
-    method: Literal["longrope2", "longrope"] = "longrope2"
-    lower: float = 1.0
-    upper: float = 2.0
-    grid: float = 0.01
-    mutation_probability: float = 0.3
     attention_factor: float | None = None
     """None: 1 for longrope2, which names none; √(1 + ln s/ln L_train) for longrope."""
     compiled: bool = False

@@ -25,7 +25,7 @@ from longrope2.search.evolution import EvolutionConfig, evolve
 from longrope2.search.journal import Journal
 from longrope2.search.progress import Reporter
 from longrope2.search.record import RECORD, outcome_record, perplexity, show_record, write_record
-from longrope2.search.space import Genome, SearchSpace, default_attention_factor
+from longrope2.search.space import Bounds, Genome, SearchSpace, default_attention_factor
 
 HISTORY = "history.jsonl"
 WINDOW_FRACTIONS = (0.25, 0.5, 1.0)
@@ -139,15 +139,9 @@ def _space(config: SearchConfig, baseline: RescaleFactors) -> SearchSpace:
     """Where to search; the short side of all it makes is that of `baseline`."""
     spec = baseline.spec
     return SearchSpace(
+        **{f.name: getattr(config, f.name) for f in fields(Bounds)},
         spec=spec,
-        target_length=config.target_length,
         kind=config.space,
-        dimensions=config.dimensions,
-        method=config.method,
-        lower=config.lower,
-        upper=config.upper,
-        grid=config.grid,
-        mutation_probability=config.mutation_probability,
         attention_factor=config.attention_factor or default_attention_factor(config.method, spec, config.target_length),
         short=baseline.short,
         short_attention_factor=baseline.short_attention_factor,

@@ -65,12 +65,10 @@ class Genome:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SearchSpace:
-    """Bounds and moves. `paper` is exactly the paper; `wide` also searches temperature and left shape."""
+class Bounds:
+    """What a user may say of the space, whatever the model."""
 
-    spec: RopeSpec
     target_length: int
-    kind: Literal["paper", "wide"] = "paper"
     dimensions: Literal["critical", "all"] = "critical"
     """`critical`: the left follows from the right; `all`: left factors are searched one by one as well."""
     method: Literal["longrope2", "longrope"] = "longrope2"
@@ -81,6 +79,14 @@ class SearchSpace:
     """… and at most this many."""
     grid: float = 0.01
     mutation_probability: float = 0.3
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchSpace(Bounds):
+    """Bounds and moves. `paper` is exactly the paper; `wide` also searches temperature and left shape."""
+
+    spec: RopeSpec
+    kind: Literal["paper", "wide"] = "paper"
     attention_factor: float = 1.0
     """Fixed in the paper's space; where the wide one starts."""
     short: tuple[float, ...] | None = None
