@@ -150,36 +150,17 @@ def _suppress_capture() -> Iterator[None]:
     )
 
 
-def _transformers_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
+def _attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
     trailing: TrailingQueries | None = module.__dict__.get("_trailing_queries")
     if trailing is not None:
         key, value = trailing.exchange(key, value)
-    options: dict[str, Any] = {
-        "scale": query.shape[-1] ** -0.5 if scaling is None else scaling,
-        "window": sliding_window,
-        "softcap": softcap,
-        "sinks": s_aux,
-    }
     if _exchange is not None:
-        query, key, value, options["sinks"] = _exchange.to_heads(query, key, value, s_aux)
+        query, key, value, options["sinks"] = _exchange.to_heads(query, key, value, options["sinks"])
     if _boundaries is not None:
         output = packed_attention(query, key, value, _boundaries, **options)
     else:
         output = causal_attention(query, key, value, **options)
-    if _exchange is not None:
-        output = _exchange.to_sequence(output)
-    return output.transpose(1, 2).contiguous(), None
+    return output if _exchange is None else _exchange.to_sequence(output)
 
 
 class HeadExchange(Protocol):
@@ -236,14 +217,44 @@ def _no_mask(attention_mask: Tensor | None = None, **_: Any) -> None:
 @contextmanager
 def our_attention(model: Any) -> Iterator[None]:
     """Let a transformers model attend through this module inside the block."""
-    from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    # Kernels are chosen by trying them, which a compiler cannot trace.
-    AttentionInterface.register(NAME, torch.compiler.disable(_transformers_attention))
     AttentionMaskInterface.register(NAME, _no_mask)
+    # Kernels are chosen by trying them, which a compiler cannot trace.
+    with attending(model, NAME, torch.compiler.disable(for_transformers(_attend))):
+        yield
+
+
+def for_transformers(attend: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None]]:
+    """A function of ours, with the module and our names of options, as transformers calls it."""
+
+    def attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        output = attend(module, query, key, value, scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux)
+        return output.transpose(1, 2).contiguous(), None
+
+    return attention
+
+
+@contextmanager
+def attending(model: Any, name: str, attention: Callable[..., tuple[Tensor, None]]) -> Iterator[None]:
+    """Let a transformers model attend through a function inside the block, under the name that it gets there."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(name, attention)
     before = model.config._attn_implementation
-    model.set_attn_implementation(NAME)
+    model.set_attn_implementation(name)
     try:
         yield
     finally:

@@ -8,14 +8,14 @@ Shapes: B batch, H query heads, K key/value heads, S columns, D head dimension.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from longrope2.attention import causal_attention
+from longrope2.attention import attending, causal_attention, for_transformers
 
 NAME = "longrope2_rows"
 
@@ -134,44 +134,16 @@ class _Step:
 _step: _Step | None = None
 
 
-def _rows_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    options: dict[str, Any] = {
-        "scale": query.shape[-1] ** -0.5 if scaling is None else scaling,
-        "window": sliding_window,
-        "softcap": softcap,
-        "sinks": s_aux,
-    }
+def _attend_rows(_: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
     if _step is None:
-        output = causal_attention(query, key, value, **options)
-    else:
-        output = last_token_attention(query, key, value, _step.visible, **options)
-    return output.transpose(1, 2).contiguous(), None
+        return causal_attention(query, key, value, **options)
+    return last_token_attention(query, key, value, _step.visible, **options)
 
 
-@contextmanager
-def rows_attention(model: Any) -> Iterator[None]:
+def rows_attention(model: Any) -> AbstractContextManager[None]:
     """Let a transformers model attend through this module inside the block."""
-    from transformers import AttentionInterface
-
     # No mask function goes with it, so transformers makes no mask.
-    AttentionInterface.register(NAME, _rows_attention)
-    before = model.config._attn_implementation
-    model.set_attn_implementation(NAME)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
+    return attending(model, NAME, for_transformers(_attend_rows))
 
 
 @contextmanager
