@@ -3,7 +3,6 @@
 import json
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,38 +25,35 @@ class JournalFile:
     With no path nothing is kept.
     """
 
-    def __init__(
-        self,
-        path: Path | None,
-        header: dict[str, Any],
-        *,
-        job: str,
-        verb: str,
-        take: Callable[[dict[str, Any]], None],
-    ) -> None:
-        """Open or create it; `take` gets each entry found, and may raise KeyError, TypeError or ValueError.
+    job: str
+    """What messages call the job that it belongs to."""
+    verb: str
+    """How to begin another one."""
 
-        `job` and `verb` say in messages what the journal belongs to and how to begin another one.
-        """
+    def __init__(self, path: Path | None, header: dict[str, Any]) -> None:
+        """Open or create it, and take what it has."""
         self._file = None
         self.earlier = 0.0
         """Seconds that earlier sessions worked on it, up to their last `sync`."""
         self._told, self._has_news = time.monotonic(), False
-        self._job, self._verb = job, verb
         if path is None:
             return
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.exists() and path.stat().st_size:
-                self._read(path, header, take)
+                self._read(path, header)
             # Line-buffered: each line is handed to the system at once and survives a kill.
             self._file = path.open("a", encoding="utf-8", buffering=1)
         except OSError as error:
             raise JournalError(
-                f"{path}: cannot be read or written ({error.strerror})", hint=f"{verb} into another folder"
+                f"{path}: cannot be read or written ({error.strerror})", hint=f"{self.verb} into another folder"
             ) from error
         if path.stat().st_size == 0:
             self._write({"type": "header", **header})
+
+    def take(self, entry: dict[str, Any]) -> None:
+        """Called for each entry found; KeyError, TypeError and ValueError mean that it is damaged."""
+        raise NotImplementedError
 
     def append(self, entry: dict[str, Any]) -> None:
         """Write a line."""
@@ -85,7 +81,7 @@ class JournalFile:
             self._file.close()
             self._file = None
 
-    def _read(self, path: Path, header: dict[str, Any], take: Callable[[dict[str, Any]], None]) -> None:
+    def _read(self, path: Path, header: dict[str, Any]) -> None:
         content = path.read_bytes()
         whole = content.rfind(b"\n") + 1
         if whole < len(content):  # a kill in the middle of a write: that line was never finished
@@ -101,13 +97,13 @@ class JournalFile:
                 elif kind == TIME:
                     self.earlier += float(entry["seconds"])
                 elif isinstance(kind, str):
-                    take(entry)
+                    self.take(entry)
             except (KeyError, TypeError, ValueError) as error:  # also what is no JSON or no UTF-8
                 mending = "delete that line (it will be computed again)"
                 if number == 1:
                     mending = "delete the file (that line said whose the others are, so all are computed again)"
                 raise JournalError(
-                    f"{path}: line {number} is damaged", hint=f"{mending}, or {self._verb} into another folder"
+                    f"{path}: line {number} is damaged", hint=f"{mending}, or {self.verb} into another folder"
                 ) from error
 
     def _check_header(self, path: Path, found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -118,8 +114,8 @@ class JournalFile:
         if different:
             differences = [f"{key}: {found.get(key)!r} on disk, {expected.get(key)!r} now" for key in different]
             raise JournalError(
-                all_problems(f"{path} belongs to another {self._job}", differences),
-                hint=f"{self._verb} into another folder, or delete this one",
+                all_problems(f"{path} belongs to another {self.job}", differences),
+                hint=f"{self.verb} into another folder, or delete this one",
             )
 
 

@@ -113,24 +113,22 @@ def calibrate(
     }
 
 
-class _Journal:
+class _Journal(JournalFile):
     """Scores as they come; without a folder nothing is kept."""
+
+    job, verb = "calibration", "calibrate"
 
     def __init__(self, output: Path | None, header: dict[str, Any]) -> None:
         self.scores: dict[str, Score] = {}
-        path = output and output / SCORES
-        self._file = JournalFile(path, header, job="calibration", verb="calibrate", take=self._take)
+        super().__init__(output and output / SCORES, header)
         if self.scores:
             say(f"resuming: {len(self.scores):,} scores found in {output}")
 
     def keep(self, key: str, score: Score) -> None:
         self.scores[key] = score
-        self._file.append({"type": "score", "key": key, **asdict(score)})
+        self.append({"type": "score", "key": key, **asdict(score)})
 
-    def close(self) -> None:
-        self._file.close()
-
-    def _take(self, entry: dict[str, Any]) -> None:
+    def take(self, entry: dict[str, Any]) -> None:
         self.scores[str(entry["key"])] = Score(float(entry["nll"]), int(entry["num_tokens"]), bool(entry["exact"]))
 
 

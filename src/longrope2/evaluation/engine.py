@@ -24,31 +24,24 @@ Item = TypeVar("Item")
 Value = TypeVar("Value")
 
 
-class Journal:
-    """Answers and likelihoods on disk, by what they depend on; with no path nothing is kept."""
+class Journal(JournalFile):
+    """Answers and likelihoods on disk, by what they depend on."""
+
+    job, verb = "evaluation", "evaluate"
 
     def __init__(self, path: Path | None, header: dict[str, Any]) -> None:
         self.answers: dict[str, str] = {}
         self.scores: dict[str, Score] = {}
         self.batch_tokens: int | None = None
         """What the batches so far were made for."""
-        self._file = JournalFile(path, header, job="evaluation", verb="evaluate", take=self._take)
-        self.earlier = self._file.earlier
-        """Seconds that earlier sessions took."""
+        super().__init__(path, header)
 
     def write(self, kind: str, **fields: Any) -> None:
         """Keep an entry."""
-        self._file.append({"type": kind, **fields})
+        self.append({"type": kind, **fields})
 
-    def sync(self) -> None:
-        """Everything so far survives whatever comes."""
-        self._file.sync()
-
-    def close(self) -> None:
-        """Write no more."""
-        self._file.close()
-
-    def _take(self, entry: dict[str, Any]) -> None:
+    def take(self, entry: dict[str, Any]) -> None:
+        """Know what was found on disk."""
         if entry["type"] == "answer":
             self.answers[entry["id"]] = str(entry["answer"])
         elif entry["type"] == "likelihood":
