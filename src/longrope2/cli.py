@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click import Choice, argument, option
 
 from longrope2 import __version__
 from longrope2.distributed import is_main_process, wait_to_speak
@@ -23,7 +24,7 @@ UNITS = {"k": 1 << 10, "m": 1 << 20}
 class Length(click.ParamType):  # type: ignore[type-arg]
     """A number of tokens: 32768, 32k or 1M (binary units, as model windows are counted)."""
 
-    name = "tokens"
+    name = "N"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Parse, or fail with the forms that are accepted."""
@@ -42,7 +43,7 @@ class Length(click.ParamType):  # type: ignore[type-arg]
 class Floats(click.ParamType):  # type: ignore[type-arg]
     """Numbers separated by commas."""
 
-    name = "numbers"
+    name = "LIST"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[float]:
         """Parse, or fail naming the part that is no number."""
@@ -58,7 +59,7 @@ class Floats(click.ParamType):  # type: ignore[type-arg]
 class Lengths(click.ParamType):  # type: ignore[type-arg]
     """Lengths separated by commas."""
 
-    name = "lengths"
+    name = "LIST"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
         """Parse each part as a length."""
@@ -68,7 +69,7 @@ class Lengths(click.ParamType):  # type: ignore[type-arg]
 class Names(click.ParamType):  # type: ignore[type-arg]
     """Names separated by commas."""
 
-    name = "names"
+    name = "LIST"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
         """Split; empty parts are dropped."""
@@ -88,6 +89,10 @@ class Name(click.ParamType):  # type: ignore[type-arg]
 class Place(click.Path):
     """A file or folder, with a name: Path takes an empty one, as of a variable that is not set, for this folder."""
 
+    def __init__(self, name: str) -> None:
+        super().__init__(path_type=Path)
+        self.name = name
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Refuse an empty name."""
         if value == "":
@@ -100,37 +105,29 @@ LENGTHS = Lengths()
 NAMES = Names()
 FLOATS = Floats()
 NAME = Name()
-PLACE = Place(path_type=Path)
+FILE, FOLDER, PLACE = Place("FILE"), Place("FOLDER"), Place("PLACE")
 METHOD_NAMES = "pi, ntk, ntk-aware, dynamic-ntk, ntk-by-parts, yarn, llama3, ntk-rcd, yarn-rcd, longrope2, none"
 
-model_argument = click.argument("model", type=NAME)
-required_target_option = click.option(
-    "--target-length", type=LENGTH, metavar="N", required=True, help="Window to reach, e.g. 128k."
+model_argument = argument("model", type=NAME)
+required_target_option = option("--target-length", type=LENGTH, required=True, help="Window to reach, e.g. 128k.")
+original_option = option(
+    "--original-length", type=LENGTH, help="The trained window, where the config is silent or wrong about it."
 )
-original_option = click.option(
-    "--original-length",
+factors_option = option(
+    "--factors", type=FILE, help="What `search` or `factors` wrote; default: the factors in the model's config."
+)
+switch_length_option = option(
+    "--switch-length",
     type=LENGTH,
-    metavar="N",
-    help="The trained window, where the config is silent or wrong about it.",
+    help="Tokens above which the long RoPE is used; default: the model's own, or its trained window.",
 )
-factors_option = click.option(
-    "--factors",
-    type=PLACE,
-    metavar="FILE",
-    help="What `search` or `factors` wrote; default: the factors in the model's config.",
+again_option = option("--extend-again", is_flag=True, help="Accept a model that was extended before.")
+seed_option = option("--seed", default=0, help="The same seed gives the same result.")
+books_option = option("--books", metavar="SOURCE", help="Folder, file or hub dataset; default: the package's books.")
+corpus_option = option(
+    "--cache", type=FOLDER, help="Where tokenised sources are kept.  [default: ~/.cache/longrope2/corpus]"
 )
-again_option = click.option("--extend-again", is_flag=True, help="Accept a model that was extended before.")
-seed_option = click.option("--seed", default=0, show_default=True, help="The same seed gives the same result.")
-books_option = click.option(
-    "--books", metavar="SOURCE", help="Folder, file or hub dataset; default: the package's books."
-)
-corpus_option = click.option(
-    "--cache",
-    type=PLACE,
-    metavar="FOLDER",
-    help="Where tokenised sources are kept.  [default: ~/.cache/longrope2/corpus]",
-)
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+json_option = option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 
 
 class InOrder(click.Group):
@@ -141,7 +138,7 @@ class InOrder(click.Group):
         return list(self.commands)
 
 
-@click.group(cls=InOrder, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=InOrder, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.version_option(__version__, prog_name="longrope2")
 def cli() -> None:
     """Extend the context window of any RoPE language model and keep its short-context quality.
@@ -155,12 +152,10 @@ def cli() -> None:
 
 @cli.command()
 @model_argument
-@click.option(
-    "--target-length", type=LENGTH, metavar="N", help="Window to reach, e.g. 128k; default: 16 times its own."
-)
+@option("--target-length", type=LENGTH, help="Window to reach, e.g. 128k; default: 16 times its own.")
 @original_option
 @json_option
-@click.option("--plot", type=PLACE, metavar="FILE", help="Also draw it (png, pdf, svg).")
+@option("--plot", type=FILE, help="Also draw it (png, pdf, svg).")
 def inspect(
     model: str, target_length: int | None, original_length: int | None, as_json: bool, plot: Path | None
 ) -> None:
@@ -189,24 +184,21 @@ def inspect(
 @cli.command()
 @model_argument
 @required_target_option
-@click.option("--method", required=True, metavar="NAME", help=f"One of {METHOD_NAMES}.")
-@click.option("-o", "--output", required=True, type=PLACE, metavar="FILE", help="Factors file to write.")
-@click.option(
+@option("--method", required=True, metavar="NAME", help=f"One of {METHOD_NAMES}.")
+@option("-o", "--output", required=True, type=FILE, help="Factors file to write.")
+@option(
     "--critical-dimension",
     type=int,
     metavar="I",
     help="d_rcd of the -rcd methods and longrope2; default: the middle of the range that `search` would try.",
 )
-@click.option(
+@option(
     "--right-factors",
     type=FLOATS,
-    metavar="LIST",
     help="For longrope2: factors from d_rcd on, comma-separated, or one for all; default: the extension ratio.",
 )
-@click.option(
-    "--attention-factor", type=float, metavar="A", help="For longrope2: temperature of long sequences; default: 1."
-)
-@click.option(
+@option("--attention-factor", type=float, metavar="A", help="For longrope2: temperature of long sequences; default: 1.")
+@option(
     "--single",
     is_flag=True,
     help="One RoPE at every length, as closed forms are published; default: the original one within the window.",
@@ -241,67 +233,59 @@ def factors(
 @cli.command()
 @model_argument
 @required_target_option
-@click.option(
-    "-o", "--output", required=True, type=PLACE, metavar="FOLDER", help="For factors.json, the journal and figures."
-)
+@option("-o", "--output", required=True, type=FOLDER, help="For factors.json, the journal and figures.")
 @books_option
-@click.option("--documents", default=10, show_default=True, help="Needle documents, a book each.")
-@click.option("--held-out", default=0, show_default=True, help="Other documents to score the result on.")
-@click.option(
+@option("--documents", default=10, help="Needle documents, a book each.")
+@option("--held-out", default=0, help="Other documents to score the result on.")
+@option(
     "--depth",
     type=FLOATS,
-    metavar="LIST",
     default="0",
-    show_default=True,
     help="Where the needle stands: 0 start, 1 end; of several, a document each, in turn.",
 )
-@click.option(
+@option(
     "--objective",
-    type=click.Choice(["needle", "plain"]),
+    type=Choice(["needle", "plain"]),
     help="Score the answer, or every token.  [default: needle; plain for --method longrope]",
 )
-@click.option(
+@option(
     "--space",
-    type=click.Choice(["paper", "wide"]),
+    type=Choice(["paper", "wide"]),
     default="paper",
-    show_default=True,
     help="The paper's, or also temperature and left shape, starting from every closed form.",
 )
-@click.option(
+@option(
     "--dimensions",
-    type=click.Choice(["critical", "all"]),
+    type=Choice(["critical", "all"]),
     default="critical",
-    show_default=True,
     help="Search from d_rcd on, or every dimension.",
 )
-@click.option(
+@option(
     "--method",
-    type=click.Choice(["longrope2", "longrope"]),
+    type=Choice(["longrope2", "longrope"]),
     default="longrope2",
-    show_default=True,
     help="longrope: the first version (all dimensions, plain perplexity).",
 )
-@click.option("--population", default=64, show_default=True, help="Candidates to begin with.")
-@click.option("--iterations", default=40, show_default=True, help="Rounds of mutation and crossover.")
-@click.option("--parents", default=32, show_default=True, help="Best candidates that the next ones are made from.")
-@click.option("--mutations", default=16, show_default=True, help="New candidates by mutation, an iteration.")
-@click.option("--crossovers", default=16, show_default=True, help="New candidates by crossover, an iteration.")
-@click.option("--mutation-probability", default=0.3, show_default=True, help="That a mutation changes a factor.")
-@click.option("--lower", default=1.0, show_default=True, help="Least right-hand factor, in extension ratios.")
-@click.option("--upper", default=2.0, show_default=True, help="Largest right-hand factor, in extension ratios.")
-@click.option("--grid", default=0.01, show_default=True, help="Step between factors.")
-@click.option("--attention-factor", type=float, metavar="A", help="Temperature of long sequences; default: 1.")
-@click.option(
+@option("--population", default=64, help="Candidates to begin with.")
+@option("--iterations", default=40, help="Rounds of mutation and crossover.")
+@option("--parents", default=32, help="Best candidates that the next ones are made from.")
+@option("--mutations", default=16, help="New candidates by mutation, an iteration.")
+@option("--crossovers", default=16, help="New candidates by crossover, an iteration.")
+@option("--mutation-probability", default=0.3, help="That a mutation changes a factor.")
+@option("--lower", default=1.0, help="Least right-hand factor, in extension ratios.")
+@option("--upper", default=2.0, help="Largest right-hand factor, in extension ratios.")
+@option("--grid", default=0.01, help="Step between factors.")
+@option("--attention-factor", type=float, metavar="A", help="Temperature of long sequences; default: 1.")
+@option(
     "--race",
-    type=click.Choice(["statistical", "exact", "off"]),
+    type=Choice(["statistical", "exact", "off"]),
     default="statistical",
-    show_default=True,
     help="When to stop scoring a candidate; off is the paper's schedule.",
 )
-@click.option("--race-confidence", default=1.0, show_default=True, help="Standard errors; more is safer, slower.")
+@option("--race-confidence", default=1.0, help="Standard errors; more is safer, slower.")
 @seed_option
-@click.option("--compile", "compiled", is_flag=True, help="Compile the model: for long searches on a GPU.")
-@click.option("--tensor-parallel", default=1, show_default=True, help="GPUs that share one copy of the model.")
+@option("--compile", "compiled", is_flag=True, help="Compile the model: for long searches on a GPU.")
+@option("--tensor-parallel", default=1, help="GPUs that share one copy of the model.")
 @original_option
 @again_option
 @json_option
@@ -319,30 +303,25 @@ def search(model: str, output: Path, as_json: bool, **options: Any) -> None:
 
 @cli.command()
 @model_argument
-@click.argument("source", required=False, metavar="[-]")
-@click.option("--prompt", metavar="TEXT", help="The prompt itself.")
-@click.option("--prompt-file", type=PLACE, metavar="FILE", help="Read the prompt from a file.")
+@argument("source", required=False, metavar="[-]")
+@option("--prompt", metavar="TEXT", help="The prompt itself.")
+@option("--prompt-file", type=FILE, help="Read the prompt from a file.")
 @factors_option
-@click.option("--max-new-tokens", type=LENGTH, metavar="N", help="Default: 256, or what the window leaves room for.")
-@click.option("--stream", is_flag=True, help="Print text as it comes.")
-@click.option(
+@option("--max-new-tokens", type=LENGTH, help="Default: 256, or what the window leaves room for.")
+@option("--stream", is_flag=True, help="Print text as it comes.")
+@option(
     "--switch",
     "strategy",
-    type=click.Choice(["recompute", "shadow", "pin"]),
+    type=Choice(["recompute", "shadow", "pin"]),
     help="At the switch: run the text again, do so ahead in small parts, or pick one RoPE for all.  "
     "[default: recompute]",
 )
-@click.option(
-    "--switch-length",
-    type=LENGTH,
-    metavar="N",
-    help="Tokens above which the long RoPE is used; default: the model's own, or its trained window.",
-)
-@click.option("--temperature", type=float, metavar="T", help="Sample at this temperature; default: greedy.")
-@click.option("--top-p", type=float, metavar="P", help="Sample among the likeliest tokens of this total probability.")
-@click.option("--seed", default=0, show_default=True, help="For sampling.")
-@click.option("--raw", is_flag=True, help="No chat template.")
-@click.option("--beyond-window", "allow_beyond", is_flag=True, help="Go beyond the window, with a warning.")
+@switch_length_option
+@option("--temperature", type=float, metavar="T", help="Sample at this temperature; default: greedy.")
+@option("--top-p", type=float, metavar="P", help="Sample among the likeliest tokens of this total probability.")
+@option("--seed", default=0, help="For sampling.")
+@option("--raw", is_flag=True, help="No chat template.")
+@option("--beyond-window", "allow_beyond", is_flag=True, help="Go beyond the window, with a warning.")
 def generate(
     model: str,
     source: str | None,
@@ -369,18 +348,12 @@ def generate(
 @cli.command()
 @model_argument
 @factors_option
-@click.option("--lengths", type=LENGTHS, metavar="LIST", help="E.g. 2k,4k,6k,8k,10k; default: 1/4 to 2 windows.")
-@click.option("--documents", default=20, show_default=True, help="Needle documents at each length.")
+@option("--lengths", type=LENGTHS, help="E.g. 2k,4k,6k,8k,10k; default: 1/4 to 2 windows.")
+@option("--documents", default=20, help="Needle documents at each length.")
 @books_option
 @seed_option
-@click.option(
-    "-o",
-    "--output",
-    type=PLACE,
-    metavar="FOLDER",
-    help="For calibration.json and calibration.png; default: only print.",
-)
-@click.option("--store", is_flag=True, help="Keep the recommended length in the model's own config.json.")
+@option("-o", "--output", type=FOLDER, help="For calibration.json and calibration.png; default: only print.")
+@option("--store", is_flag=True, help="Keep the recommended length in the model's own config.json.")
 @json_option
 def calibrate(model: str, factors: Path | None, **options: Any) -> None:
     """Measure the best length to switch RoPE at.
@@ -401,28 +374,22 @@ def data() -> None:
 
 @data.command()
 @model_argument
-@click.option(
-    "--target-length", type=LENGTH, metavar="N", help="Window to reach, e.g. 128k; default: as --config says."
-)
-@click.option("-o", "--output", required=True, type=PLACE, metavar="FILE", help="Plan to write, e.g. plan.jsonl.")
-@click.option(
+@option("--target-length", type=LENGTH, help="Window to reach, e.g. 128k; default: as --config says.")
+@option("-o", "--output", required=True, type=FILE, help="Plan to write, e.g. plan.jsonl.")
+@option(
     "--source",
     "sources",
     multiple=True,
     metavar="PATH[=WEIGHT]",
     help="Folder, file, hub dataset or 'books'; may be repeated. Replaces the sources of --config.",
 )
-@click.option("--config", type=PLACE, metavar="FILE", help="TOML: [plan], [[source]], [[bucket]].")
-@click.option("--tokens", metavar="N", help="Tokens to plan, e.g. 10B; default: what one epoch gives.")
-@click.option("--buckets", metavar="LIST", help="Largest length and quota of each, e.g. 8k:3,100k:3,200k:4.")
-@click.option("--seed", type=int, help="The same seed gives the same plan.  [default: 0]")
-@click.option("--repeat", is_flag=True, default=None, help="Use documents again where a bucket runs out of them.")
-@click.option(
-    "--over-long", type=click.Choice(["cut", "drop"]), help="Documents above the last bucket.  [default: cut]"
-)
-@click.option(
-    "--max-padding", type=float, metavar="SHARE", help="Largest share of padding in a short row.  [default: 0.01]"
-)
+@option("--config", type=FILE, help="TOML: [plan], [[source]], [[bucket]].")
+@option("--tokens", metavar="N", help="Tokens to plan, e.g. 10B; default: what one epoch gives.")
+@option("--buckets", metavar="LIST", help="Largest length and quota of each, e.g. 8k:3,100k:3,200k:4.")
+@option("--seed", type=int, help="The same seed gives the same plan.  [default: 0]")
+@option("--repeat", is_flag=True, default=None, help="Use documents again where a bucket runs out of them.")
+@option("--over-long", type=Choice(["cut", "drop"]), help="Documents above the last bucket.  [default: cut]")
+@option("--max-padding", type=float, metavar="SHARE", help="Largest share of padding in a short row.  [default: 0.01]")
 @corpus_option
 @original_option
 @json_option
@@ -438,11 +405,11 @@ def plan(model: str, output: Path, **options: Any) -> None:
 
 @data.command()
 @model_argument
-@click.option("-o", "--output", required=True, type=PLACE, metavar="FILE", help="Source to write, e.g. recall.jsonl.")
-@click.option("--lengths", type=LENGTHS, required=True, metavar="LIST", help="Tokens of a document, e.g. 8k,128k.")
-@click.option("--documents", default=100, show_default=True, help="Of each length.")
-@click.option("--needles", default=8, show_default=True, help="Hidden and asked for in a document, if there is room.")
-@click.option("--books", metavar="SOURCE", help="Folder, file or hub dataset; default: the package's training books.")
+@option("-o", "--output", required=True, type=FILE, help="Source to write, e.g. recall.jsonl.")
+@option("--lengths", type=LENGTHS, required=True, help="Tokens of a document, e.g. 8k,128k.")
+@option("--documents", default=100, help="Of each length.")
+@option("--needles", default=8, help="Hidden and asked for in a document, if there is room.")
+@option("--books", metavar="SOURCE", help="Folder, file or hub dataset; default: the package's training books.")
 @seed_option
 def recall(model: str, output: Path, **options: Any) -> None:
     """Write documents that hide numbers and ask for them later.
@@ -460,61 +427,47 @@ def recall(model: str, output: Path, **options: Any) -> None:
 
 @cli.command()
 @model_argument
-@click.option("--factors", type=PLACE, metavar="FILE", help="What `search` or `factors` wrote.")
-@click.option("--plan", type=PLACE, metavar="FILE", help="What `data plan` wrote.")
-@click.option("-o", "--output", type=PLACE, metavar="FOLDER", help="For checkpoints, the log and model/.")
-@click.option("--steps", type=int, metavar="N", help="Default: one epoch of the plan.")
-@click.option("--batch-rows", type=int, metavar="N", help="Rows of a step.  [default: 64, or all rows if fewer]")
-@click.option("--learning-rate", default=2e-5, show_default=True, help="The peak; a cosine brings it to zero.")
-@click.option("--warmup-steps", type=int, metavar="N", help="Default: a tenth of the steps, at most 10.")
-@click.option("--weight-decay", default=0.1, show_default=True, help="On matrices only.")
-@click.option("--gradient-clip", default=1.0, show_default=True, help="Largest norm of the gradient.")
-@click.option("--seed", default=0, show_default=True, help="Order of the rows; LoRA's first values.")
-@click.option(
+@option("--factors", type=FILE, help="What `search` or `factors` wrote.")
+@option("--plan", type=FILE, help="What `data plan` wrote.")
+@option("-o", "--output", type=FOLDER, help="For checkpoints, the log and model/.")
+@option("--steps", type=int, metavar="N", help="Default: one epoch of the plan.")
+@option("--batch-rows", type=int, metavar="N", help="Rows of a step.  [default: 64, or all rows if fewer]")
+@option("--learning-rate", default=2e-5, help="The peak; a cosine brings it to zero.")
+@option("--warmup-steps", type=int, metavar="N", help="Default: a tenth of the steps, at most 10.")
+@option("--weight-decay", default=0.1, help="On matrices only.")
+@option("--gradient-clip", default=1.0, help="Largest norm of the gradient.")
+@option("--seed", default=0, help="Order of the rows; LoRA's first values.")
+@option(
     "--window",
-    type=click.Choice(["mixed", "single"]),
+    type=Choice(["mixed", "single"]),
     default="mixed",
-    show_default=True,
     help="single: short rows with the rescaled RoPE, too (the paper's ablation).",
 )
-@click.option(
+@option(
     "--long-row-mask",
-    type=click.Choice(["full", "document"]),
+    type=Choice(["full", "document"]),
     default="full",
-    show_default=True,
     help="document: keep the documents of long rows apart, as the released code does.",
 )
-@click.option("--lora", type=int, metavar="RANK", help="Train low-rank additions, merged into the weights at the end.")
-@click.option("--freeze", multiple=True, metavar="PATTERN", help="Parameters to keep, e.g. '*mlp*'; may be repeated.")
-@click.option(
-    "--evaluate-every", default=0, show_default=True, metavar="N", help="Steps between needle tests; 0: none."
+@option("--lora", type=int, metavar="RANK", help="Train low-rank additions, merged into the weights at the end.")
+@option("--freeze", multiple=True, metavar="PATTERN", help="Parameters to keep, e.g. '*mlp*'; may be repeated.")
+@option("--evaluate-every", default=0, metavar="N", help="Steps between needle tests; 0: none.")
+@option("--evaluate-documents", default=6, help="Needle documents for each length.")
+@option("--books", metavar="SOURCE", help="Books around the needles; default: the package's.")
+@option("--save-every", default=100, metavar="N", help="Steps between checkpoints.")
+@option("--keep", default=2, help="Checkpoints that stay on disk.")
+@option(
+    "--save-dtype", type=Choice(["bfloat16", "float16", "float32"]), default="bfloat16", help="Of the finished model."
 )
-@click.option("--evaluate-documents", default=6, show_default=True, help="Needle documents for each length.")
-@click.option("--books", metavar="SOURCE", help="Books around the needles; default: the package's.")
-@click.option("--save-every", default=100, show_default=True, metavar="N", help="Steps between checkpoints.")
-@click.option("--keep", default=2, show_default=True, help="Checkpoints that stay on disk.")
-@click.option(
-    "--save-dtype",
-    type=click.Choice(["bfloat16", "float16", "float32"]),
-    default="bfloat16",
-    show_default=True,
-    help="Of the finished model.",
-)
-@click.option("--sequence-parallel", default=1, show_default=True, help="Processes that share each row.")
-@click.option("--recompute/--no-recompute", default=None, help="Save memory, compute layers twice; default: on GPUs.")
-@click.option("--compile", "compiled", is_flag=True, help="Fuse operations: faster on a GPU after the first steps.")
-@click.option("--cache", type=PLACE, metavar="FOLDER", help="Where `data plan` keeps its tokens; default: as there.")
-@click.option("--wandb", metavar="PROJECT", help="Also log to Weights & Biases.")
-@click.option("--estimate", is_flag=True, help="Only print the memory and time it would take.")
-@click.option("--gpus", default=1, show_default=True, help="For --estimate.")
-@click.option(
-    "--gpu",
-    type=click.Choice(["h200", "h100", "a100"]),
-    default="h200",
-    show_default=True,
-    help="For --estimate.",
-)
-@click.option("--target-length", type=LENGTH, metavar="N", help="For --estimate without a plan.")
+@option("--sequence-parallel", default=1, help="Processes that share each row.")
+@option("--recompute/--no-recompute", default=None, help="Save memory, compute layers twice; default: on GPUs.")
+@option("--compile", "compiled", is_flag=True, help="Fuse operations: faster on a GPU after the first steps.")
+@option("--cache", type=FOLDER, help="Where `data plan` keeps its tokens; default: as there.")
+@option("--wandb", metavar="PROJECT", help="Also log to Weights & Biases.")
+@option("--estimate", is_flag=True, help="Only print the memory and time it would take.")
+@option("--gpus", default=1, help="For --estimate.")
+@option("--gpu", type=Choice(["h200", "h100", "a100"]), default="h200", help="For --estimate.")
+@option("--target-length", type=LENGTH, help="For --estimate without a plan.")
 @original_option
 @json_option
 def train(model: str, estimate: bool, gpus: int, gpu: str, target_length: int | None, **options: Any) -> None:
@@ -540,41 +493,28 @@ def train(model: str, estimate: bool, gpus: int, gpu: str, target_length: int | 
 
 @cli.command()
 @model_argument
-@click.option("--suite", "suites", type=NAMES, required=True, metavar="LIST", help="One or more, comma-separated.")
-@click.option(
-    "-o", "--output", required=True, type=PLACE, metavar="FOLDER", help="For results.json, every answer and figures."
-)
+@option("--suite", "suites", type=NAMES, required=True, help="One or more, comma-separated.")
+@option("-o", "--output", required=True, type=FOLDER, help="For results.json, every answer and figures.")
 @factors_option
-@click.option("--lengths", type=LENGTHS, metavar="LIST", help="E.g. 4k,8k; default: 4k, 8k, 16k, … up to the window.")
-@click.option("--samples", type=int, metavar="N", help="Per task and length (niah: per cell); default: the suite's.")
-@click.option("--tasks", type=NAMES, metavar="LIST", help="Only these tasks of the suites.")
-@click.option("--data", metavar="FOLDER", help="The benchmarks' own files: see docs/evaluation.md.")
-@click.option("--books", metavar="SOURCE", help="For niah and perplexity; default: the package's books.")
-@click.option("--chat", is_flag=True, help="Put prompts into the tokenizer's chat template.")
-@click.option("--seed", default=42, show_default=True, help="The same seed asks the same questions.")
-@click.option(
+@option("--lengths", type=LENGTHS, help="E.g. 4k,8k; default: 4k, 8k, 16k, … up to the window.")
+@option("--samples", type=int, metavar="N", help="Per task and length (niah: per cell); default: the suite's.")
+@option("--tasks", type=NAMES, help="Only these tasks of the suites.")
+@option("--data", metavar="FOLDER", help="The benchmarks' own files: see docs/evaluation.md.")
+@option("--books", metavar="SOURCE", help="For niah and perplexity; default: the package's books.")
+@option("--chat", is_flag=True, help="Put prompts into the tokenizer's chat template.")
+@option("--seed", default=42, help="The same seed asks the same questions.")
+@option(
     "--backend",
     "backend_name",
-    type=click.Choice(["torch", "vllm"]),
+    type=Choice(["torch", "vllm"]),
     default="torch",
-    show_default=True,
     help="vllm: faster, one side of the switch for all lengths.",
 )
-@click.option(
-    "--switch-length",
-    type=LENGTH,
-    metavar="N",
-    help="Tokens above which the long RoPE is used; default: the model's own, or its trained window.",
-)
-@click.option("--beyond-window", is_flag=True, help="Go beyond the window.")
-@click.option("--batch-tokens", type=LENGTH, metavar="N", help="Tokens in a batch; default: by free memory.")
-@click.option(
-    "--cache",
-    type=PLACE,
-    metavar="FOLDER",
-    help="Where RULER's samples are kept; default: samples/ in the output folder.",
-)
-@click.option("--name", metavar="NAME", help="Row label in `longrope2 compare`; default: the method.")
+@switch_length_option
+@option("--beyond-window", is_flag=True, help="Go beyond the window.")
+@option("--batch-tokens", type=LENGTH, help="Tokens in a batch; default: by free memory.")
+@option("--cache", type=FOLDER, help="Where RULER's samples are kept; default: samples/ in the output folder.")
+@option("--name", metavar="NAME", help="Row label in `longrope2 compare`; default: the method.")
 @original_option
 @json_option
 def evaluate(model: str, output: Path, **options: Any) -> None:
@@ -593,12 +533,10 @@ def evaluate(model: str, output: Path, **options: Any) -> None:
 
 
 @cli.command()
-@click.argument("runs", nargs=-1, required=True, metavar="[NAME=]RUN...")
-@click.option(
-    "-o", "--output", type=PLACE, metavar="FOLDER", help="For markdown, JSON and figures; default: only print."
-)
-@click.option("--base", metavar="NAME", help="The row that retention refers to; default: the one without factors.")
-@click.option("--against", metavar="NAME", help="Also the differences to that row, question by question.")
+@argument("runs", nargs=-1, required=True, metavar="[NAME=]RUN...")
+@option("-o", "--output", type=FOLDER, help="For markdown, JSON and figures; default: only print.")
+@option("--base", metavar="NAME", help="The row that retention refers to; default: the one without factors.")
+@option("--against", metavar="NAME", help="Also the differences to that row, question by question.")
 @json_option
 def compare(runs: tuple[str, ...], output: Path | None, base: str | None, against: str | None, as_json: bool) -> None:
     """Put evaluations side by side, methods as rows.
@@ -613,36 +551,32 @@ def compare(runs: tuple[str, ...], output: Path | None, base: str | None, agains
 @cli.command()
 @model_argument
 @factors_option
-@click.option(
-    "-o", "--output", required=True, type=PLACE, metavar="PLACE", help="Folder, or .gguf file with --format gguf."
-)
-@click.option(
+@option("-o", "--output", required=True, type=PLACE, help="Folder, or .gguf file with --format gguf.")
+@option(
     "--profile",
-    type=click.Choice(["dual", "static-long"]),
+    type=Choice(["dual", "static-long"]),
     default="dual",
-    show_default=True,
     help="Original RoPE in short sequences, or rescaled RoPE in all: the same in every engine.",
 )
-@click.option(
+@option(
     "--format",
-    type=click.Choice(["huggingface", "gguf"]),
+    type=Choice(["huggingface", "gguf"]),
     default="huggingface",
-    show_default=True,
     help="A folder for transformers, vLLM, SGLang and mlx-lm, or a file for llama.cpp.",
 )
-@click.option(
+@option(
     "--dtype",
-    type=click.Choice(["float32", "float16", "bfloat16", "q8_0"]),
+    type=Choice(["float32", "float16", "bfloat16", "q8_0"]),
     help="Default: as the model is stored. q8_0 is for GGUF.",
 )
-@click.option(
+@option(
     "--fold-temperature",
     is_flag=True,
     help="Put the attention factor into the weights, for engines that force their own.",
 )
-@click.option("--results", type=PLACE, metavar="FILE", help="JSON to show on the model card.")
-@click.option("--extend-again", is_flag=True, help="Replace the factors that the model carries.")
-@click.option("--force", is_flag=True, help="Replace an earlier export there; anything else never.")
+@option("--results", type=FILE, help="JSON to show on the model card.")
+@option("--extend-again", is_flag=True, help="Replace the factors that the model carries.")
+@option("--force", is_flag=True, help="Replace an earlier export there; anything else never.")
 def export(model: str, output: Path, **options: Any) -> None:
     """Write an extended model for the engines people serve with."""
     from longrope2.export.run import export as run_export
@@ -651,8 +585,8 @@ def export(model: str, output: Path, **options: Any) -> None:
 
 
 @cli.command()
-@click.argument("exported", type=PLACE)
-@click.option(
+@argument("exported", type=PLACE)
+@option(
     "--engine",
     "engines",
     multiple=True,
@@ -682,20 +616,20 @@ def _show_recipe(context: click.Context, _: click.Parameter, name: str | None) -
 
 
 @cli.command()
-@click.argument("model", type=NAME, required=False)
-@click.option("--target-length", type=LENGTH, metavar="N", help="Window to reach, e.g. 128k; default: the recipe's.")
-@click.option("-o", "--output", required=True, type=PLACE, metavar="FOLDER", help="For the results of every stage.")
-@click.option(
+@argument("model", type=NAME, required=False)
+@option("--target-length", type=LENGTH, help="Window to reach, e.g. 128k; default: the recipe's.")
+@option("-o", "--output", required=True, type=FOLDER, help="For the results of every stage.")
+@option(
     "--config",
     metavar="RECIPE",
     help="TOML file, or a recipe of the package: tiny-laptop, smollm2-32k, llama3-8b-128k, phi3-mini-128k.",
 )
-@click.option("--stages", type=NAMES, default="", metavar="LIST", help="E.g. search,evaluate; default: all.")
+@option("--stages", type=NAMES, default="", show_default=False, help="E.g. search,evaluate; default: all.")
 @corpus_option
 @original_option
 @again_option
-@click.option("--dry-run", is_flag=True, help="Print what would be done, with time, memory and disk.")
-@click.option(
+@option("--dry-run", is_flag=True, help="Print what would be done, with time, memory and disk.")
+@option(
     "--show-recipe",
     metavar="NAME",
     is_eager=True,
@@ -720,8 +654,8 @@ def extend(model: str | None, output: Path, **options: Any) -> None:
 
 
 @cli.command()
-@click.argument("run", type=PLACE)
-@click.option("--open", "open_page", is_flag=True, help="Show it in a browser.")
+@argument("run", type=PLACE)
+@option("--open", "open_page", is_flag=True, help="Show it in a browser.")
 def report(run: Path, open_page: bool) -> None:
     """Write the report of an `extend` run, finished or not.
 
@@ -733,9 +667,9 @@ def report(run: Path, open_page: bool) -> None:
 
 
 @cli.command()
-@click.argument("run", type=PLACE)
-@click.option("--once", is_flag=True, help="Print it once instead of following.")
-@click.option("--every", default=2.0, show_default=True, metavar="SECONDS", help="Between looks at the folder.")
+@argument("run", type=PLACE)
+@option("--once", is_flag=True, help="Print it once instead of following.")
+@option("--every", default=2.0, metavar="SECONDS", help="Between looks at the folder.")
 def watch(run: Path, once: bool, every: float) -> None:
     """Show how far an `extend` run is, from its files alone."""
     from longrope2.watching import run_watch
