@@ -140,10 +140,13 @@ def _attend_rows(_: nn.Module, query: Tensor, key: Tensor, value: Tensor, **opti
     return last_token_attention(query, key, value, _step.visible, **options)
 
 
+_rows_attention = for_transformers(_attend_rows)  # one for all, since a compiled model knows it by identity
+
+
 def rows_attention(model: Any) -> AbstractContextManager[None]:
     """Let a transformers model attend through this module inside the block."""
     # No mask function goes with it, so transformers makes no mask.
-    return attending(model, NAME, for_transformers(_attend_rows))
+    return attending(model, NAME, _rows_attention)
 
 
 @contextmanager
