@@ -1,6 +1,7 @@
 """`verify`: engines that run an export rightly pass, every fault is seen, and the exit code says so."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -30,6 +31,19 @@ from longrope2.export.reference import Reference
 from longrope2.export.run import export
 from longrope2.export.verify import verify
 from longrope2.models import load
+
+STUCK_WHEN_DELETED = """
+import time
+from unittest.mock import MagicMock as CommonParams
+__version__, ggml_type, llama_flash_attn_type = "0", CommonParams(), CommonParams()
+
+class Server:
+    def __init__(self, options): pass
+    def __del__(self): time.sleep(60)
+    def handle_completions(self, request):
+        top = [{"id": 7, "logprob": -0.5}]
+        return {"choices": [{"logprobs": {"content": [{"id": 7, "top_logprobs": top}]}}]}
+"""
 
 
 @pytest.fixture
@@ -261,6 +275,17 @@ class TestCommands:
         with pytest.raises(SystemExit) as caught:
             main()
         assert caught.value.code == 1
+
+    def test_a_server_that_cannot_be_deleted_keeps_nobody_waiting(self, tmp_path):
+        """As xllamacpp's now and then: it waits for its own threads."""
+        (tmp_path / "xllamacpp.py").write_text(STUCK_WHEN_DELETED)
+        job = {"path": "m.gguf", "capacity": 256, "threads": 1, "temperature_ratio": 1.0, "prompts": [[1, 2]]}
+        (tmp_path / "job.json").write_text(json.dumps(job))
+        command = [sys.executable, probe.__file__, "llama.cpp", tmp_path / "job.json", tmp_path / "answers.json"]
+        subprocess.run(command, env=os.environ | {"PYTHONPATH": str(tmp_path)}, check=True, timeout=30)
+        assert json.loads((tmp_path / "answers.json").read_text())["answers"] == [
+            {"tokens": [7], "logprobs": {"7": -0.5}}
+        ]
 
     def test_mistakes(self, tmp_path):
         for arguments in (["--dtype", "q8_0"], ["--factors", "nowhere.json"], []):

@@ -7,17 +7,22 @@ choices. Runs in any environment that has the engine, in float32 on whatever dev
 
 import json
 import math
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 TOP = 64
+KEPT: list[Any] = []
+"""Servers of xllamacpp: a deleted one may wait for its own threads for ever."""
 
 
 def main(engine: str, job_file: str, answers_file: str) -> None:
     """Answer the questions of a job."""
     job = json.loads(Path(job_file).read_text())
     Path(answers_file).write_text(json.dumps(ENGINES[engine](job)))
+    if KEPT:
+        os._exit(0)  # without deleting them
 
 
 def ask_transformers(job: dict[str, Any]) -> dict[str, Any]:
@@ -115,6 +120,7 @@ def _ask_xllamacpp(job: dict[str, Any]) -> dict[str, Any]:
     options.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     options.yarn_attn_factor = job["temperature_ratio"]
     server = xllamacpp.Server(options)
+    KEPT.append(server)
     answers = []
     for prompt in job["prompts"]:
         request = {
