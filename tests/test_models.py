@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from conftest import family_config, family_model
@@ -123,6 +125,11 @@ def gguf_model(**overrides):
     return family_model("llama", vocab_size=320, head_dim=16, **overrides)
 
 
+def _edit(folder, **values):
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
 class TestFolders:
     def test_load(self, llama_folder):
         loaded = load(llama_folder)
@@ -160,10 +167,35 @@ class TestFolders:
             load(tmp_path / "m")
         assert "copy or download them again" in caught.value.hint
 
+    @pytest.mark.parametrize("lost", ["lm_head.weight", "model.layers.1.self_attn.q_proj.weight"])
+    def test_weights_that_lack_something_are_not_filled_with_noise(self, llama_folder, tmp_path, lost):
+        """As of a base model without its head; transformers only warns."""
+        shutil.copytree(llama_folder, tmp_path / "m")
+        file = tmp_path / "m" / "model.safetensors"
+        state = {name: tensor for name, tensor in load_file(file).items() if name != lost}
+        save_file(state, file, metadata={"format": "pt"})
+        with pytest.raises(ModelError, match=f"its weights lack {re.escape(lost)}") as caught:
+            load(tmp_path / "m")
+        assert "not a whole language model" in caught.value.hint
+
+    @pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "fp8", "compressed-tensors", "mxfp4"])
+    def test_quantised_weights_are_refused(self, llama_folder, tmp_path, method):
+        shutil.copytree(llama_folder, tmp_path / "m")
+        _edit(tmp_path / "m", quantization_config={"quant_method": method})
+        with pytest.raises(ModelError, match=rf"its weights are quantised \({method}\)") as caught:
+            load(tmp_path / "m")
+        assert "in bfloat16 or float16" in caught.value.hint
+        assert describe(tmp_path / "m").rope.original_length == 32
+
+    def test_a_tokenizer_of_a_larger_vocabulary_is_refused(self, tokenizer_folder, tmp_path):
+        shutil.copytree(tokenizer_folder, tmp_path / "m")
+        family_model("llama", vocab_size=100).save_pretrained(tmp_path / "m")
+        with pytest.raises(ModelError, match=r"its tokenizer has \d+ tokens, the model only 100"):
+            load(tmp_path / "m")
+
     def test_a_config_that_transformers_refuses_is_one_clear_error(self, llama_folder, tmp_path):
         shutil.copytree(llama_folder, tmp_path / "m")
-        file = tmp_path / "m" / "config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"intermediate_size": "x"}))
+        _edit(tmp_path / "m", intermediate_size="x")
         for read in (load, lambda folder: load_tokenizer(describe(folder))):
             with pytest.raises(ModelError, match=r"cannot read its config .*intermediate_size.*expected int"):
                 read(tmp_path / "m")

@@ -38,6 +38,8 @@ class ModelInfo:
     revision: str
     """What tells this configuration from another: the hub's commit, or a hash of the config."""
     reading: RopeReading
+    quantisation: str | None = None
+    """How its weights were quantised (gptq, awq, fp8, …), if they were; GGUF files are not counted."""
 
     @property
     def rope(self) -> RopeSpec:
@@ -66,6 +68,14 @@ class ModelInfo:
             raise ModelError(
                 self.rescaling,
                 hint="extend the base model instead, or say --extend-again to replace that rescaling",
+            )
+
+    def refuse_quantised(self) -> None:
+        """Raise ModelError for weights that are not plain numbers: they need kernels that not every device has."""
+        if self.quantisation is not None:
+            raise ModelError(
+                f"{self.name}: its weights are quantised ({self.quantisation})",
+                hint="take the model in bfloat16 or float16, extend that, and quantise the result",
             )
 
 
@@ -115,6 +125,7 @@ def describe(name: str | Path, *, original_length: int | None = None) -> ModelIn
         location=str(location),
         revision=revision,
         reading=read_config(config, original_length=original_length),
+        quantisation=_quantisation(config),
     )
 
 
@@ -144,6 +155,7 @@ def load(
     import torch
 
     info = name if isinstance(name, ModelInfo) else describe(name)
+    info.refuse_quantised()
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     if info.is_gguf:
@@ -153,6 +165,7 @@ def load(
         model, tokenizer = file.model(dtype=dtype), file.tokenizer()
     else:
         model, tokenizer = _load_weights(info, dtype, tensor_parallel), load_tokenizer(info)
+        _check_vocabulary(info, tokenizer, model.config.get_text_config().vocab_size)
     if tensor_parallel == 1:
         model = model.to(device)
     return LoadedModel(model=model.eval(), tokenizer=tokenizer, info=info)
@@ -255,7 +268,9 @@ def _load_weights(info: ModelInfo, dtype: "torch.dtype", tensor_parallel: int) -
             )
         placement = {"distributed_config": DistributedConfig(tp_size=tensor_parallel)}
     try:
-        return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, use_safetensors=True, **placement, **options)
+        loaded = AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype, use_safetensors=True, output_loading_info=True, **placement, **options
+        )
     except StrictDataclassError as error:
         raise refused_config(info.name, error) from error
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
@@ -263,6 +278,29 @@ def _load_weights(info: ModelInfo, dtype: "torch.dtype", tensor_parallel: int) -
             f"{info.name}: its weights cannot be loaded ({_first_line(error)})",
             hint="the files may be cut short, or not belong to this config.json; copy or download them again",
         ) from error
+    return complete(loaded, info.name)
+
+
+def complete(loaded: Any, name: str) -> Any:
+    """The model of from_pretrained(…, output_loading_info=True), which fills what no file has with random numbers."""
+    model, told = loaded
+    missing = sorted(told["missing_keys"])
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ModelError(
+            f"{name}: its weights lack {missing[0]}{more}",
+            hint="this is not a whole language model, or config.json is another one's (tie_word_embeddings, layers)",
+        )
+    return model
+
+
+def _check_vocabulary(info: ModelInfo, tokenizer: Any, vocab_size: int) -> None:
+    # Without tokens that were added to a tokenizer: text models of larger ones (Gemma 3) have no rows for some.
+    if tokenizer.vocab_size > vocab_size:
+        raise ModelError(
+            f"{info.name}: its tokenizer has {tokenizer.vocab_size:,} tokens, the model only {vocab_size:,}",
+            hint="tokenizer.json is another model's; copy the right one beside config.json",
+        )
 
 
 def _local_config(path: Path) -> tuple[dict[str, Any], str]:
@@ -315,6 +353,13 @@ def _parse_config(file: Path) -> dict[str, Any]:
             f"{file}: expected a JSON object, got {type(config).__name__}", hint="copy or download it again"
         )
     return config
+
+
+def _quantisation(config: dict[str, Any]) -> str | None:
+    found = config.get("quantization_config") or config.get("compression_config")
+    if not found:
+        return None
+    return str(found.get("quant_method", "compressed")) if isinstance(found, dict) else str(found)
 
 
 def _open(file: Path) -> BinaryIO:

@@ -17,6 +17,7 @@ from longrope2.export.huggingface import is_exported_folder
 from longrope2.factors import RescaleFactors
 from longrope2.families import accept_mscales, read_config
 from longrope2.generation.saved import FACTORS_FILE, read_factors
+from longrope2.models import complete
 from longrope2.rotary import rescaled
 
 GIVE_EXPORT = "give an exported folder or a .gguf file; `longrope2 export` writes them"
@@ -92,9 +93,12 @@ class Reference:
             logging.disable_progress_bar()  # a bar in a log file is noise
         options = {"use_safetensors": True, "local_files_only": True, "trust_remote_code": False}
         try:
-            return AutoModelForCausalLM.from_pretrained(self.path, config=self.config, dtype=torch.float32, **options)
+            loaded = AutoModelForCausalLM.from_pretrained(
+                self.path, config=self.config, dtype=torch.float32, output_loading_info=True, **options
+            )
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise ModelError(f"{self.path}: its weights cannot be loaded ({error})") from error
+        return complete(loaded, str(self.path))
 
     def logprobs(self, tokens: Sequence[int], *, long: bool, factors: RescaleFactors | None = None) -> torch.Tensor:
         """Of the token after `tokens`, on one side of the switch; `factors` may be others than the model's."""

@@ -45,6 +45,7 @@ def export(
     chosen("format", [format], get_args(Format))
     chosen("dtype", [] if dtype is None else [dtype], GGUF_PRECISIONS)
     source = SourceModel(describe(model))
+    source.info.refuse_quantised()
     known_results = read_results(results) if results else None
     _check_outputs(output, source, format=format, force=force)
     wanted = profiled(_factors(source, factors, extend_again=extend_again), profile)
