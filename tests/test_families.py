@@ -216,7 +216,9 @@ class TestPublishedConfigs:
         (SMALL | {"model_type": "llama", "rope_theta": -5}, "theta must be"),
         (SMALL | {"model_type": "llama", "rope_scaling": 3}, "rope_parameters must be an object"),
         (SMALL | {"model_type": "llama", "rope_scaling": {"rope_type": "odd", "factor": 2}}, "'odd'"),
+        (SMALL | {"model_type": "llama", "rope_scaling": {"rope_type": "odd"}}, "'odd' is not known here"),
         (SMALL | {"model_type": "llama", "rope_scaling": {"rope_type": "yarn"}}, "neither the original"),
+        (SMALL | {"model_type": "gemma3_text", "use_bidirectional_attention": True}, "attends to later tokens"),
         (
             SMALL | {"model_type": "llama", "rope_scaling": {
                 "rope_type": "longrope", "short_factor": [1.0], "original_max_position_embeddings": 64}},

@@ -586,6 +586,15 @@ class TestRefusals:
         again.save_pretrained(tmp_path)
         assert "longrope2" not in json.loads((tmp_path / "config.json").read_text())
 
+    def test_saved_without_what_transformers_cannot_read(self, tmp_path):
+        """A config may say head_dim null, and name code of the original's repository."""
+        model = family_model("gpt_neox")
+        model.config.head_dim, model.config.auto_map = None, {"AutoModelForCausalLM": "modeling_odd.Odd"}
+        switching(model, make_factors(model, **SIDES)).save_pretrained(tmp_path)
+        config = json.loads((tmp_path / "config.json").read_text())
+        assert config["head_dim"] == 16
+        assert "auto_map" not in config
+
     def test_a_switch_length_stored_in_a_folder(self, tmp_path):
         switching_model().save_pretrained(tmp_path)
         before = json.loads((tmp_path / "config.json").read_text())

@@ -13,6 +13,7 @@ import torch
 
 from longrope2 import cli
 from longrope2.books import read_books
+from longrope2.errors import DataError
 from longrope2.generation import command, load
 from longrope2.generation.command import Sampling, Timing, encode, read_prompt
 from longrope2.methods import rescale
@@ -168,6 +169,11 @@ class TestText:
         tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}answer:"
         assert tokenizer.decode(encode(tokenizer, "hello there")) == "[user] hello there answer:"
         assert encode(tokenizer, "hello there", raw=True) == encode(tiny.tokenizer, "hello there")
+        for broken in ("{{ raise_exception('a system message first') }}", "{% if %}"):
+            tokenizer.chat_template = broken
+            with pytest.raises(DataError, match="chat template fails") as caught:
+                encode(tokenizer, "hello there")
+            assert "--raw" in caught.value.hint
 
 
 class TestInterrupts:

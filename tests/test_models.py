@@ -233,6 +233,9 @@ class TestFolders:
             describe("nowhere")
         with pytest.raises(ModelError, match=r"no config.json there"):
             describe(tmp_path)
+        (tmp_path / "adapter_config.json").write_text("{}")
+        with pytest.raises(ModelError, match="an adapter alone"):
+            describe(tmp_path)
 
     @pytest.mark.parametrize("text", ["{", "[]", "\udcff"])
     def test_broken_config(self, tmp_path, text):

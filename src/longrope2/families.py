@@ -57,6 +57,7 @@ WITHOUT_ROPE = {
     "mamba", "mamba2", "rwkv", "ctrl", "xglm", "biogpt",
 }  # fmt: skip
 
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
 LONG_MSCALE, SHORT_MSCALE = "long_mscale", "short_mscale"
@@ -112,6 +113,11 @@ def read_config(config: Mapping[str, Any], *, original_length: int | None = None
         return read_config({"model_type": "gemma3_text", **config["text_config"]}, original_length=original_length)
     if not isinstance(family, str) or family not in FAMILIES:
         raise _refusal(family, config)
+    if config.get("use_bidirectional_attention"):
+        raise ModelError(
+            f"this {family} model attends to later tokens, too: it embeds texts, and writes none",
+            hint="give a causal language model",
+        )
     try:
         return _read(config, family, original_length)
     # Much of what a number should be, and is a text, a list, zero or negative, shows only where it is reckoned with.
@@ -207,6 +213,8 @@ def _rope_parameters(config: Mapping[str, Any], defaults: Family) -> dict[str, A
         **{key: value for key, value in found.items() if value is not None},
         "rope_type": {"su": "longrope"}.get(method, method),
     }
+    if parameters["rope_type"] not in ROPE_TYPES:
+        raise ModelError(f"the config's rope_type {method!r} is not known here", hint=f"known: {', '.join(ROPE_TYPES)}")
     original = config.get("original_max_position_embeddings", defaults.original_window)
     if original:
         parameters["original_max_position_embeddings"] = original
@@ -261,15 +269,11 @@ def _existing_rescaling(parameters: Mapping[str, Any], rope: RopeSpec, window: i
     elif method == "llama3":
         low, high = parameters.get("low_freq_factor", 1), parameters.get("high_freq_factor", 4)
         factors = ntk_by_parts(rope, target, low_rotations=low, high_rotations=high).factors
-    elif method == "longrope":
+    else:
+        assert method == "longrope"
         factors, long_factors = (_listed(parameters, name, rope.num_dims) for name in ("short_factor", "long_factor"))
         if attention_factor is None and factor > 1:
             attention_factor = longrope_temperature(factor, rope.original_length)
-    else:
-        raise ModelError(
-            f"the config's rope_type {method!r} is not known here",
-            hint="known: default, linear, dynamic, yarn, llama3, longrope",
-        )
     return Rescaled(
         method=method,
         factors=tuple(map(float, factors)),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from longrope2.console import warn
 from longrope2.distributed import is_main_process
-from longrope2.errors import ModelError
+from longrope2.errors import DataError, ModelError
 from longrope2.factors import RescaleFactors
 from longrope2.families import RopeReading, accept_mscales, read_config
 from longrope2.files import package_versions
@@ -190,6 +190,19 @@ def load_tokenizer(info: ModelInfo) -> Any:
         ) from error
 
 
+def user_turn(tokenizer: Any, message: str, **options: Any) -> str:
+    """A message as the user's turn of a chat, up to where the model's begins, by the tokenizer's own template."""
+    from jinja2 import TemplateError
+
+    turns = [{"role": "user", "content": message}]
+    try:
+        return str(tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False, **options))
+    except (TemplateError, TypeError, ValueError) as error:
+        raise DataError(
+            f"the tokenizer's chat template fails ({_first_line(error)})", hint="do without: generate has --raw"
+        ) from error
+
+
 def pretrained_source(info: ModelInfo) -> tuple[str, dict[str, Any]]:
     """The source and options of from_pretrained: never code of the repository, the hub only for a hub id."""
     is_local = Path(info.location).is_dir()
@@ -318,6 +331,11 @@ def _local_config(path: Path) -> tuple[dict[str, Any], str]:
             raise ModelError(
                 f"{path}: a file, and not a .gguf one",
                 hint="give a folder with config.json, a .gguf file, a hub id, or 'tiny'",
+            )
+        if (path / "adapter_config.json").is_file():
+            raise ModelError(
+                f"{path}: an adapter alone, without the model it was trained for",
+                hint="merge it into that model (merge_and_unload of peft), save it, and give that folder",
             )
         raise ModelError(
             f"{path}: no config.json there",

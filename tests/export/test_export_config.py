@@ -102,12 +102,13 @@ class TestTransformers:
 
     def test_the_rest_of_a_config_stays(self):
         source = {**family_model("llama").config.to_dict(), "something": [1], "_name_or_path": "/home/somebody"}
+        source["auto_map"] = {"AutoModelForCausalLM": "modeling_odd.Odd"}  # code that is not exported
         source["rope_scaling"] = {"type": "linear", "factor": 2.0}
         before = copy.deepcopy(source)
         config = serving_config(source, one_temperature(family_model("llama")), dtype="float32")
         assert source == before
         assert config["something"] == [1]
-        assert "_name_or_path" not in config
+        assert not {"_name_or_path", "auto_map"} & config.keys()
         assert config["rope_scaling"]["type"] == "longrope"
 
     def test_a_switch_length_is_kept_where_there_is_a_switch(self):

@@ -14,7 +14,7 @@ from longrope2.models import head_dim, refused_config
 Profile = Literal["dual", "static-long"]
 PROFILES: tuple[Profile, ...] = ("dual", "static-long")
 EXPORT = "export"
-REPLACED = {"rope_parameters", "rope_scaling", "original_max_position_embeddings", OWN_KEY, "_name_or_path"}
+REPLACED = {"rope_parameters", "rope_scaling", "original_max_position_embeddings", OWN_KEY, "_name_or_path", "auto_map"}
 """What an export writes anew or leaves out; all else of a model's config.json stays."""
 
 

@@ -18,7 +18,7 @@ from longrope2.errors import DataError, LongRopeError
 from longrope2.factors import RescaleFactors
 from longrope2.generation import Strategy, Switch, check_switch_length, load
 from longrope2.generation.saved import carries_factors
-from longrope2.models import check_factors, describe, load_tokenizer
+from longrope2.models import check_factors, describe, load_tokenizer, user_turn
 from longrope2.models import load as load_model
 
 DEFAULT_NEW_TOKENS = 256
@@ -201,9 +201,7 @@ def _decoded(file: Path) -> str:
 def encode(tokenizer: Any, prompt: str, *, raw: bool = False) -> list[int]:
     """The prompt as one turn of a chat where the tokenizer has a template for that, else as plain text."""
     if tokenizer.chat_template and not raw:
-        turn = [{"role": "user", "content": prompt}]
-        text = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
-        return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+        return list(tokenizer(user_turn(tokenizer, prompt), add_special_tokens=False, verbose=False).input_ids)
     return list(tokenizer(prompt, verbose=False).input_ids)
 
 

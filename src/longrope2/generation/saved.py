@@ -16,7 +16,7 @@ from longrope2.families import (
     read_config,
 )
 from longrope2.files import write_json
-from longrope2.models import ModelInfo
+from longrope2.models import ModelInfo, head_dim
 
 # Beside the RoPE parameters, whose unknown keys transformers complains about; here it passes over them.
 OWN_KEY, SWITCH_LENGTH = "longrope2", "switch_length"
@@ -47,6 +47,10 @@ def write_factors(config: Any, factors: RescaleFactors, switch_length: int) -> N
     config.max_position_embeddings = factors.target_length
     if hasattr(config, "original_max_position_embeddings"):  # Phi-3, where it overrides the parameters
         config.original_max_position_embeddings = factors.original_length
+    if getattr(config, "head_dim", 0) is None:
+        config.head_dim = head_dim(config)  # or transformers does not save it
+    if hasattr(config, "auto_map"):
+        del config.auto_map  # it names code that stays behind with the original, and knows none of this
     if switch_length != factors.original_length:
         setattr(config, OWN_KEY, {SWITCH_LENGTH: switch_length})
     elif hasattr(config, OWN_KEY):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from longrope2.codec import opens_with_bos
 from longrope2.errors import DataError
+from longrope2.models import user_turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,14 +31,8 @@ def chat_frame(tokenizer: "PreTrainedTokenizerBase") -> Frame:
     """The frame of the tokenizer's own chat template: one user turn, then the opening of the assistant's."""
     if not tokenizer.chat_template:
         raise DataError("the tokenizer has no chat template", hint="leave the chat mode out: it is a base model")
-    rendered = tokenizer.apply_chat_template(
-        [{"role": "user", "content": MARKER}],
-        tokenize=False,
-        add_generation_prompt=True,
-        # The answer prefix opens the answer itself, so there is no room for thoughts before it.
-        enable_thinking=False,
-    )
-    before, marker, after = str(rendered).partition(MARKER)
+    # The answer prefix opens the answer itself, so there is no room for thoughts before it.
+    before, marker, after = user_turn(tokenizer, MARKER, enable_thinking=False).partition(MARKER)
     if not marker:
         raise DataError("the chat template does not show the user's message", hint="leave the chat mode out")
     if opens_with_bos(tokenizer):
