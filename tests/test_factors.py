@@ -53,6 +53,8 @@ def test_frequencies_are_divided():
     factors = make()
     assert factors.inv_freq(long=True)[2] == factors.spec.frequencies[2] / 3
     assert factors.inv_freq(long=False) == factors.spec.frequencies
+    assert factors.extension_ratio == 4.0
+    assert (factors.long_attention_factor, factors.short_attention_factor) == (1.0, 1.0)
 
 
 @pytest.mark.parametrize(

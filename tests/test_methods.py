@@ -178,6 +178,11 @@ def test_one_right_factor_stands_for_all():
         (lambda: rescale("ntk-rcd", LLAMA3, 131072, critical_dimension=64), "outside 1…63"),
         (lambda: rescale("yarn-rcd", LLAMA3, 131072, critical_dimension=5), "before it begins at 18"),
         (lambda: rescale("longrope2", LLAMA3, 131072, right_factors=[1, 2]), "expected 34"),
+        (
+            lambda: rescale("longrope2", TINY, 512, critical_dimension=30, right_factors=[2, -2]),
+            "right-hand factors must be finite numbers above 0, got 2, -2",
+        ),
+        (lambda: rescale("longrope2", TINY, 512, attention_factor=0.0), "the attention factor must be"),
         (lambda: rescale("ntk", RopeSpec(rotary_dim=8, theta=1e4, original_length=6), 64), "above 2π"),
         (lambda: rescale("ntk-aware", RopeSpec(rotary_dim=2, theta=1e4, original_length=64), 128), "above 2"),
     ],

@@ -1,6 +1,7 @@
 """Scores against an uncached forward of the untouched transformers model, with full logits."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ def test_needle_and_plain_scores_are_those_of_full_logits(family, monkeypatch):
     monkeypatch.setattr(perplexity, "MLP_ROWS", 20)
     model = family_model(family)
     factors = make_factors(model, long_attention_factor=1.1)
-    documents = [document(48, 5, seed=0), document(48, 7, seed=1)]
+    documents = [document(72, 5, seed=0), document(72, 7, seed=1)]  # longer than the model is wide
     expected = [expected_nll(model, factors, d, d.answer_start) for d in documents]
     expected_plain = [expected_nll(model, factors, d, 1) for d in documents]
     with scoring(model, factors) as score:
@@ -50,7 +51,7 @@ def test_needle_and_plain_scores_are_those_of_full_logits(family, monkeypatch):
         assert b.nll == pytest.approx(c, rel=2e-4)
     assert [s.num_tokens for s in together] == [5, 7]
     assert [s.nll for s in plain] == pytest.approx(expected_plain, rel=2e-4)
-    assert [s.num_tokens for s in plain] == [47, 47]
+    assert [s.num_tokens for s in plain] == [71, 71]
 
 
 def test_factors_change_from_call_to_call_and_short_documents_use_short_ones():
@@ -95,3 +96,25 @@ def test_a_broken_model_scores_infinity_not_nan():
     with scoring(model, factors) as score, torch.no_grad():
         model.lm_head.weight.fill_(math.nan)
         assert score(factors, [document(40, 3, 0)])[0].nll == math.inf
+
+
+def test_long_documents_go_through_an_mlp_in_pieces(monkeypatch):
+    monkeypatch.setattr(perplexity, "MLP_ROWS", 20)
+    model, seen = family_model("llama"), []
+    factors = make_factors(model)
+    for layer in model.model.layers:
+        layer.mlp.gate_proj.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[1]))
+    with scoring(model, factors) as score:
+        seen.clear()  # what setting up has tried
+        score(factors, [document(48, 5, seed=0)])
+    assert seen == [20, 20, 8, 6]  # the last layer: the answer's five tokens, and the one before them
+    assert all("forward" not in layer.mlp.__dict__ for layer in model.model.layers)
+
+
+def test_compiling_spares_the_last_layer(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(perplexity, "compiled_layer", lambda layer: nullcontext(compiled.append(layer)))
+    model = family_model("llama", num_hidden_layers=3)
+    for wanted in (False, True):
+        with scoring(model, make_factors(model), compiled=wanted):
+            assert compiled == (list(model.model.layers[:2]) if wanted else [])

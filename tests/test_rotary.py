@@ -153,8 +153,9 @@ def test_tables_are_float64_exact_whatever_the_dtype(position, dtype):
     assert low_cos.dtype == dtype
 
 
-def test_restored_after_an_error_and_nested():
-    model = family_model("llama")
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_restored_after_an_error_and_nested(family):
+    model = family_model(family)
     original = model.model.rotary_emb
     factors, tokens = make_factors(model), tokens_of(60)
     other = make_factors(model, long=tuple(value * 2 for value in factors.long))

@@ -234,8 +234,8 @@ def test_the_spread_is_pooled_over_the_nearest_candidates_as_computed_by_numpy()
     scales = sum(np.abs(row) for row in apart.values())
     scales /= scales.mean()
     assert scores.scales(reference) == pytest.approx(list(scales))
-    scores.add("new", 2, rows[reference][2] + 1.1)
-    slope = 1.1 / scales[2]
+    scores.add("new", 2, rows[reference][2] + 2.1)
+    slope = 2.1 / scales[2]
     fits = {k: np.linalg.lstsq(scales[:, None], row, rcond=None) for k, row in apart.items() if k != reference}
     nearest = sorted(fits, key=lambda key: abs(fits[key][0][0] - slope))[:16]
     expected = math.sqrt(sum(fits[key][1][0] for key in nearest) / (5 * 16))
@@ -245,7 +245,7 @@ def test_the_spread_is_pooled_over_the_nearest_candidates_as_computed_by_numpy()
     # The verdict is that of a normal interval for a sum that is predicted by a line through the origin.
     others = scales.sum() - scales[2]
     estimate = scores.estimate("new", reference, scales)
-    assert estimate == pytest.approx(scores.total(reference) + 1.1 + slope * others)
+    assert estimate == pytest.approx(scores.total(reference) + 2.1 + slope * others)
     error = expected * math.sqrt(5 + (others / scales[2]) ** 2)
     gap = estimate - scores.total(reference)
     for confidence in (0.5 * gap / error, 0.99 * gap / error, 1.01 * gap / error):

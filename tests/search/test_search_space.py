@@ -307,6 +307,18 @@ def test_critical_dimension_moves_keep_the_factors_of_the_right():
         assert moved.factors() == given_left.factors()
 
 
+@pytest.mark.parametrize(("shape", "parameter", "near"), [("ramp", 28.0, (25, 29)), ("power", 9.0, (4, 10))])
+def test_a_shape_is_refined_as_often_as_it_is_drawn_anew(shape, parameter, near):
+    space = make_space(LLAMA3, 16, kind="wide")
+    genome = Genome(critical_dimension=30, right=(16.0,) * 34, shape=shape, parameter=parameter)
+    rng = np.random.default_rng(0)
+    changed = [space._change_shape(genome, rng) for _ in range(300)]
+    refined = [other for other in changed if other.shape == shape and near[0] <= other.parameter <= near[1]]
+    assert 120 < len(refined) < 190
+    assert {other.parameter for other in refined} >= {near[1]}  # where the parameter has to stop
+    assert {other.shape for other in changed} == {"ntk", "ramp", "power"}
+
+
 # Shapes, keys and the value that flows on
 
 
