@@ -103,6 +103,20 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture
+def synced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The inodes of files that were handed to the disk, so that a power cut leaves them whole."""
+    inodes: list[int] = []
+    fsync = os.fsync
+
+    def noting(handle: int) -> None:
+        inodes.append(os.fstat(handle).st_ino)
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    return inodes
+
+
 @pytest.fixture(scope="session")
 def published() -> dict[str, list[float]]:
     """Published factor lists: LongRoPE2's LLaMA-3-8B, and Phi-3-mini-128k of April 2024."""

@@ -154,6 +154,11 @@ def test_published_oddities_are_remarks_not_errors(published):
     assert many.oddities() == ["long factors below 1 at dimension 0, 1, 2, 3, 4 and 3 more"]
 
 
+def test_a_file_is_on_disk_when_it_has_its_name(tmp_path, synced):
+    make().save(tmp_path / "f.json")
+    assert synced == [(tmp_path / "f.json").stat().st_ino]
+
+
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "f.json"
     make().save(path)

@@ -104,7 +104,12 @@ def test_a_loader_refuses_other_documents():
 
 @pytest.mark.parametrize(
     ("spans", "padding", "message"),
-    [([[0, 0, 0, 60]], 0, "row 0 has 62 tokens, not 64"), ([[0, 0, 0, 60]] * 2, 0, "row 0 is longer than 64")],
+    [
+        ([[0, 0, 0, 60]], 0, "row 0 has 62 tokens, not 64"),
+        ([[0, 0, 1, 60]], 1, "row 0 has 62 tokens, not 64"),
+        ([[0, 0, 0, 59]], 3, "row 0 has 63 tokens, not 64"),
+        ([[0, 0, 0, 60]] * 2, 0, "row 0 is longer than 64"),
+    ],
 )
 def test_a_row_that_does_not_add_up_is_refused(spans, padding, message):
     plan, _ = plan_of(DOCUMENTS)

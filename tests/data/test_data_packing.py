@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longrope2.data.buckets import Bucket, PlanConfig, apportion, default_buckets, rows_within
+from longrope2.data.drawing import Piece, make_pieces
 from longrope2.data.marks import Marks
+from longrope2.data.packing import fill_short
 from longrope2.data.plan import Plan, read_plan
 from longrope2.data.planning import make_plan
 from longrope2.data.sources import Source
@@ -100,6 +102,26 @@ def test_everything_is_accounted_for(lengths, marks, seed, rows):
     assert sum(parts) == sum(lengths) == corpus.num_tokens
 
 
+def short_rows(*pieces: tuple[int, int]) -> list[tuple[list[tuple[int, int, int]], int]]:
+    """Rows of pieces with BOS and EOS around them, as (start, size): (piece, start, stop) of each, and padding."""
+    made = [Piece(0, n, start, start + size - 2, size, True) for n, (start, size) in enumerate(pieces)]
+    config = PlanConfig(target_length=TARGET, original_length=ORIGINAL, max_padding=0)
+    rows = fill_short(made, MARKS, config)
+    return [([(part.serial, part.start, part.stop) for part in parts], gap) for parts, gap in rows]
+
+
+def test_the_smallest_that_does_not_fit_is_cut_wherever_it_starts():
+    whole = [(0, 14)] * 4  # which leave 8 tokens
+    ((parts, padding),) = short_rows(*whole, (50, 12), (100, 9))
+    assert parts[:4] == [(n, 0, 12) for n in range(4)]
+    assert (parts[4:], padding) == ([(5, 100, 106)], 1)  # BOS and six tokens: the seventh misses its EOS
+
+
+def test_no_cut_leaves_a_document_without_tokens():
+    assert short_rows(*[(0, 7)] * 9, (0, 12)) == [([(n, 0, 5) for n in range(9)], 1)]
+    assert short_rows(*[(0, 7)] * 8, (0, 6), (0, 3)) == [([*((n, 0, 5) for n in range(8)), (8, 0, 4)], 2)]
+
+
 @settings(deadline=None, max_examples=60)
 @given(st.integers(0, 2**32), st.integers(1, 60))
 def test_quotas_are_met_within_one_row(seed, rows):
@@ -181,6 +203,9 @@ def test_over_long_documents_are_cut_evenly_or_dropped():
     assert cut.report["sources"][0]["dropped"] == {}
     assert cut.report["cells"][0]["tokens"] == 0  # pieces are more than half of the top, so all are in that bucket
     assert cut.report["cells"][1]["tokens"] > 0
+    config = PlanConfig(target_length=TARGET, original_length=ORIGINAL, buckets=buckets)
+    pieces = make_pieces(Source(path="memory"), np.array([98, 99]), MARKS, config)  # the first just fits
+    assert list(zip(pieces.document, pieces.start, pieces.stop, strict=True)) == [(0, 0, 98), (1, 0, 49), (1, 49, 99)]
     with pytest.raises(DataError, match="no document in any bucket: 1 documents of 1,002 to 1,002 tokens"):
         plan_of([1000], buckets=buckets, over_long="drop")
 
@@ -188,7 +213,7 @@ def test_over_long_documents_are_cut_evenly_or_dropped():
 def test_a_source_can_be_cut_to_lengths():
     plan, _ = plan_of([5000], source=Source(path="memory", cut=(16, 40, 90)))
     assert {bucket["rows"] > 0 for bucket in plan.report["buckets"]} == {True}
-    assert all(s.stop - s.start <= 14 for row in plan if row.kind == "short" for s in row.spans)
+    assert max(s.stop - s.start for row in plan if row.kind == "short" for s in row.spans) == 14
     assert plan.report["sources"][0]["dropped"] == {}
 
 

@@ -343,7 +343,7 @@ class TestOutput:
         assert [file.name for file in tmp_path.iterdir()] == ["e"]
         assert (tmp_path / "e" / "README.md").read_text() == before
 
-    def test_killed_while_writing(self, tmp_path):
+    def test_killed_while_writing(self, tmp_path, synced):
         """What a kill -9 leaves has another name than the export, and an earlier one stays whole."""
         (tmp_path / "e").mkdir()
         (tmp_path / "e" / "config.json").write_text("old")
@@ -369,6 +369,8 @@ class TestOutput:
         assert [file.name for file in tmp_path.iterdir()] == ["e"]
         assert (tmp_path / "e" / "config.json").read_text() == "newer"
         assert (tmp_path / "e" / "templates" / "tools.jinja").read_text() == "inside"
+        files = [file for file in (tmp_path / "e").rglob("*") if file.is_file()]
+        assert sorted(file.stat().st_ino for file in files) == sorted(synced)
 
 
 class TestSources:

@@ -52,6 +52,15 @@ def test_evaluations_survive_the_disk_exactly(tmp_path_factory, evaluations, mod
         json.loads(line, parse_constant=pytest.fail)  # strict JSON: no Infinity, no NaN
 
 
+def test_what_was_synced_is_on_disk(tmp_path, synced):
+    journal = Journal(tmp_path / "history.jsonl", HEADER)
+    journal.record("k0", 3, 1.5)
+    assert not synced
+    journal.sync()
+    assert synced == [(tmp_path / "history.jsonl").stat().st_ino]
+    journal.close()
+
+
 def test_the_lines_say_what_they_are(tmp_path):
     journal = Journal(tmp_path / "history.jsonl", HEADER)
     journal.record("k0", 3, 1.5, tokens=7, exact=True)

@@ -116,6 +116,14 @@ def checkpoints(folder):
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
+def test_every_file_of_a_checkpoint_is_on_disk(tmp_path, synced):
+    run(tmp_path, steps=2)
+    (checkpoint,) = (tmp_path / "checkpoints").iterdir()
+    files = list(checkpoint.iterdir())
+    assert len(files) >= 3  # shards, DCP's own record, and ours
+    assert {file.stat().st_ino for file in files} <= set(synced)
+
+
 def test_old_checkpoints_go(tmp_path):
     run(tmp_path, keep=2)
     assert checkpoints(tmp_path) == ["step-00000004", "step-00000006"]

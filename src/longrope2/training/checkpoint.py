@@ -8,7 +8,6 @@ checksums and passed over for the one before it.
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -84,8 +83,8 @@ class Checkpoints:
         shards.result()
         if not self._here.is_main:  # the main process's shards are done when everybody's are
             return
+        # Every file is on disk by now: DCP and write_json see to that.
         write_json(temporary / RECORD, {**record, "files": _checksums(temporary)})
-        _sync(temporary)
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
         self._remove_old(record["step"])
@@ -182,10 +181,3 @@ def _problem(folder: Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         return str(error)
     return None
-
-
-def _sync(folder: Path) -> None:
-    """Hand every file of a folder to the disk before its name says that it is there."""
-    for path in folder.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
