@@ -197,6 +197,11 @@ def test_long_documents_go_on_in_the_next_row():
         assert after.start in (0, before.stop)
 
 
+def test_a_long_document_that_just_fits_is_whole():
+    plan, _ = plan_of([TARGET - 2] * 3, buckets=(Bucket(above=16, up_to=100, quota=1),))
+    assert sorted(row.spans for row in plan) == [((0, document, 0, TARGET - 2),) for document in range(3)]
+
+
 def test_over_long_documents_are_cut_evenly_or_dropped():
     buckets = (Bucket(above=16, up_to=50, quota=1), Bucket(above=50, up_to=100, quota=1))
     cut, _ = plan_of([1000], buckets=buckets, rows=5)
@@ -305,6 +310,7 @@ def test_an_empty_bucket_leaves_the_others():
 
 
 def test_default_buckets_are_the_papers():
+    assert PlanConfig(target_length=131072, original_length=8192).least_piece == 128
     buckets = default_buckets(8192, 131072)
     assert [bucket.up_to for bucket in buckets] == [8 << 10, 100 << 10, 200 << 10]
     assert [bucket.quota for bucket in buckets] == [3, 3, 4]
@@ -408,6 +414,7 @@ def damage(line: int, old: str, new: str):
         (damage(1, '"bos": 1', '"bos": "1"'), "the header in line 1 is damaged"),
         (damage(1, '"seed": 0', '"seed": -4'), "the header in line 1 is damaged"),
         (damage(3, '"spans":[[0,', '"spans":[[7,'), "line 3 is damaged"),
+        (damage(3, '"spans":[[0,', '"spans":[[0,-'), "line 3 is damaged"),
         (damage(4, '"spans":[[', '"spans":[[1,'), "line 4 is damaged"),
         (damage(5, "}", ""), "line 5 is damaged"),
         (damage(5, '"padding":', '"padding":9'), "line 5 is damaged"),

@@ -75,6 +75,11 @@ def test_seeds_are_flat_and_cover_every_critical_dimension(spec, first, last, ra
     assert other != [genome.right[0] for genome in found]
 
 
+def test_no_critical_dimension_is_the_first():
+    """However short the window: with nothing on its left, nothing could follow from the right."""
+    assert make_space(RopeSpec(rotary_dim=64, theta=1e4, original_length=32), 4).critical_dimensions == range(1, 7)
+
+
 def test_seeds_reach_both_ends_of_the_range():
     space = make_space(TINY, 2)
     rng = np.random.default_rng(0)
@@ -307,15 +312,23 @@ def test_critical_dimension_moves_keep_the_factors_of_the_right():
         assert moved.factors() == given_left.factors()
 
 
-@pytest.mark.parametrize(("shape", "parameter", "near"), [("ramp", 28.0, (25, 29)), ("power", 9.0, (4, 10))])
-def test_a_shape_is_refined_as_often_as_it_is_drawn_anew(shape, parameter, near):
+@pytest.mark.parametrize(
+    ("shape", "parameter", "near", "end"),
+    [
+        ("ramp", 28.0, (25, 29), 29),
+        ("ramp", 1.0, (0, 4), 0),
+        ("power", 9.0, (4, 10), 10),
+        ("power", 0.11, (0.1, 0.3), 0.1),
+    ],
+)
+def test_a_shape_is_refined_as_often_as_it_is_drawn_anew(shape, parameter, near, end):
     space = make_space(LLAMA3, 16, kind="wide")
     genome = Genome(critical_dimension=30, right=(16.0,) * 34, shape=shape, parameter=parameter)
     rng = np.random.default_rng(0)
     changed = [space._change_shape(genome, rng) for _ in range(300)]
     refined = [other for other in changed if other.shape == shape and near[0] <= other.parameter <= near[1]]
     assert 120 < len(refined) < 190
-    assert {other.parameter for other in refined} >= {near[1]}  # where the parameter has to stop
+    assert end in {other.parameter for other in refined}  # where the parameter has to stop
     assert {other.shape for other in changed} == {"ntk", "ramp", "power"}
 
 

@@ -180,7 +180,7 @@ class SearchSpace(Bounds):
         right = tuple(float(value) for value in np.maximum.accumulate(mixed))
         left = first.left
         if first.shape == "given":
-            if self.dimensions == "all" and second.critical_dimension == c and second.left:
+            if self.dimensions == "all" and second.critical_dimension == c:
                 picked = np.where(rng.random(c) < 0.5, first.left, second.left)
                 left = tuple(float(value) for value in np.maximum.accumulate(picked))
             left = tuple(min(value, right[0]) for value in left)
