@@ -13,7 +13,7 @@ from longrope2.data.recall import ATTEMPTS, WORDINGS, RecallConfig, _insert, rec
 from longrope2.data.sources import Source
 from longrope2.errors import DataError
 from longrope2.models import describe, load_tokenizer
-from longrope2.needles import PAPER_TEMPLATE, key_value
+from longrope2.needles import ADJECTIVES, NOUNS, PAPER_TEMPLATE, key_value
 
 QUESTION = re.compile(r"([a-z]+-[a-z]+)\b.*\D(\d{7})$")
 
@@ -32,7 +32,9 @@ def books():
 def test_they_have_exactly_the_length_asked_for_in_the_corpus(tokenizer, books, length, tmp_path):
     config = RecallConfig(lengths=(length,), documents=4, needles=3)
     path = tmp_path / "recall.jsonl"
-    path.write_text("".join(json.dumps({"text": t}) + "\n" for _, t in recall_documents(tokenizer, books, config)))
+    texts = [text for _, text in recall_documents(tokenizer, books, config)]
+    assert all(QUESTION.search(text.splitlines()[-1]) for text in texts)  # in the shortest ones, too
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     corpus = tokenise(Source(path=str(path)), tokenizer, tmp_path / "cache")
     marks = document_marks(tokenizer)
     assert [marks.size(int(tokens), ends=True) for tokens in corpus.lengths] == [length] * 4
@@ -106,14 +108,24 @@ def test_documents_do_not_depend_on_how_many_there_are(tokenizer, books):
     assert not set(other) & set(few)
 
 
+def test_no_key_stands_in_the_book_already(tokenizer):
+    """Of a book that is a list of keys, in which every tenth draw or so finds its own."""
+    keys = [f"{adjective}-{noun}" for noun in NOUNS for adjective in ADJECTIVES]
+    book = Book(title="a", text=" ".join(keys), source="a")
+    for _, text in recall_documents(tokenizer, [book], RecallConfig(lengths=(1024,), documents=12, needles=5)):
+        asked = [found[1] for line in text.splitlines() if (found := QUESTION.search(line))]
+        assert [text.count(key) for key in asked] == [3] * len(asked)  # once in the needle, twice in the question
+
+
 def test_the_command_writes_a_source(tmp_path):
     output = tmp_path / "recall.jsonl"
-    arguments = ["data", "recall", "tiny", "--lengths", "256", "--documents", "2", "-o", str(output)]
+    arguments = ["data", "recall", "tiny", "--lengths", "256", "--documents", "8", "-o", str(output)]
     cli.main(arguments, standalone_mode=False)
     rows = [json.loads(line) for line in output.read_text().splitlines()]
-    assert len(rows) == 2
-    assert rows[0]["title"].startswith("recall, ")
-    write_recall(load_tokenizer(describe("tiny")), RecallConfig(lengths=(256,), documents=2), tmp_path / "again.jsonl")
+    assert len(rows) == 8
+    # Of those that nothing is measured with.
+    assert {row["title"] for row in rows} <= {f"recall, {book.title}" for book in read_books(held_out=False)}
+    write_recall(load_tokenizer(describe("tiny")), RecallConfig(lengths=(256,), documents=8), tmp_path / "again.jsonl")
     assert (tmp_path / "again.jsonl").read_bytes() == output.read_bytes()
 
 

@@ -62,8 +62,8 @@ def test_another_dtype_of_a_finished_run(sample, finished, copied, monkeypatch, 
     monkeypatch.setattr("longrope2.training.loop.train_step", None)
     folder = sample.run(copied, save_dtype="bfloat16")
     assert "its weights are float32, bfloat16 is asked for" in capsys.readouterr().err
-    expected = weights(finished / "model")
-    assert all(torch.equal(tensor, expected[name].bfloat16()) for name, tensor in weights(folder).items())
+    found = weights(folder)
+    assert all(torch.equal(found[name], tensor.bfloat16()) for name, tensor in weights(finished / "model").items())
     assert json.loads((folder / "training.json").read_text())["config"]["save_dtype"] == "bfloat16"
     shutil.rmtree(copied / "checkpoints")
     with pytest.raises(LongRopeError, match=r"the checkpoint of step 4, .* is gone") as caught:
