@@ -118,6 +118,8 @@ class TestTheRule:
             positions = (mask.cumsum(-1) - 1).clamp(min=0)
             together = model(ids, attention_mask=mask, position_ids=positions).logits
             alone = model(ids[:1]).logits
+            triangle = torch.full((1, 1, 40, 40), torch.finfo(torch.float32).min).triu(1)
+            assert torch.equal(model(ids[:1], attention_mask=triangle).logits, alone)  # it says nothing of padding
         for row in (0, 1):
             expected = oracle.logits(ids[row][mask[row].bool()])
             assert torch.allclose(together[row, -len(expected) :], expected, atol=1e-4)
@@ -333,6 +335,7 @@ class TestConversations:
         with torch.no_grad():
             model(ids[:, :18], past_key_values=cache)
             model(ids[:, 18:20], past_key_values=cache)
+        assert torch.equal(caches.noted(cache).tokens, ids[:, :20])
         Oracle().check(generate(model, ids, past_key_values=copy.deepcopy(cache)), torch.ones_like(ids))
         Oracle().check(generate(model, ids, past_key_values=cache), torch.ones_like(ids))
 

@@ -1,6 +1,7 @@
 """The loop: exact updates, exact resuming, and clear ends."""
 
 import json
+import math
 import shutil
 import time
 from itertools import pairwise
@@ -13,7 +14,7 @@ from conftest import family_model
 from longrope2.data.loader import IGNORED_LABEL
 from longrope2.distributed import World
 from longrope2.errors import LongRopeError
-from longrope2.training.loop import TrainConfig, make_optimizer, train
+from longrope2.training.loop import TrainConfig, train
 from longrope2.training.mixed import Batch
 from test_rotary import make_factors
 
@@ -68,13 +69,15 @@ def assert_same(first, second):
 def test_an_update_is_that_of_a_plain_loop(tmp_path):
     """Against AdamW by hand on the mean loss of documents alone."""
     model = family_model("llama")
-    config = TrainConfig(steps=3, batch_rows=2, learning_rate=1e-2, warmup_steps=0)
+    config = TrainConfig(steps=3, batch_rows=2, learning_rate=1e-2, warmup_steps=0, weight_decay=2.0)
     factors = make_factors(model)
     rope = {"rope_type": "longrope", "long_factor": list(factors.long), "short_factor": list(factors.short),
             "original_max_position_embeddings": 32, "attention_factor": 1.0}  # fmt: skip
     plain = family_model("llama", rope, max_position_embeddings=128)
-    optimizer = make_optimizer(plain, config)
-    losses = []
+    matrices, vectors = ([p for p in plain.parameters() if p.ndim == ndim] for ndim in (2, 1))
+    groups = [{"params": matrices, "weight_decay": 2.0}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+    losses, norms = [], []
     for step in range(3):
         short, long = row(2 * step), row(2 * step + 1)
         total, count = torch.zeros(()), 0
@@ -84,14 +87,17 @@ def test_an_update_is_that_of_a_plain_loop(tmp_path):
             count += len(logits)
         losses.append((total / count).item())
         (total / count).backward()
-        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        norms.append(torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0).item())
         for group in optimizer.param_groups:
-            group["lr"] = config.learning_rate_at(step)
+            group["lr"] = 1e-2 * (1 + math.cos(math.pi * step / 3)) / 2
         optimizer.step()
         optimizer.zero_grad()
     results = train(model, factors, row, config, tmp_path, ALONE)
     assert [r.loss for r in results] == pytest.approx(losses, rel=1e-4)
+    assert [r.gradient_norm for r in results] == pytest.approx(norms, rel=1e-3)
     assert set(results[0].loss_by_kind) == {"short", "long"}
+    assert all(0 < result.seconds < 600 for result in results)
+    assert not any(module.training for module in model.modules())
     for name, tensor in plain.state_dict().items():
         torch.testing.assert_close(model.state_dict()[name], tensor, rtol=1e-2, atol=2e-4)
 
@@ -308,3 +314,5 @@ def test_config_problems_and_schedule():
     assert config.learning_rate_at(9) < 0.05
     problems = TrainConfig(steps=0, batch_rows=0, learning_rate=-1, save_every=0, keep=0, betas=(0.9, 1.0)).problems()
     assert len(problems) == 6
+    paper = TrainConfig(steps=1)
+    assert (paper.batch_rows, paper.learning_rate, paper.weight_decay, paper.gradient_clip) == (64, 2e-5, 0.1, 1.0)
