@@ -122,6 +122,7 @@ class TestTheRule:
 
     def test_a_large_gain_that_is_not_certain_changes_nothing(self):
         assert recommend({128: (-0.1, 0.01), 256: (1.0, 0.6)}, 256).switch_length == 256
+        assert recommend({128: (-0.1, 0.01), 256: (1.0, 0.4)}, 256).switch_length == 128  # 2.5 standard errors
 
     def test_a_certain_gain_that_does_not_matter_changes_nothing(self):
         assert recommend({128: (-0.1, 0.01), 256: (0.9 * TOLERANCE, 1e-6)}, 256).switch_length == 256
@@ -232,6 +233,22 @@ def test_logits_that_are_not_finite_are_named(tiny, factors, monkeypatch):
     monkeypatch.setattr(Scorer, "__call__", lambda *_: [Score(math.inf, 7, False)])
     with pytest.raises(LongRopeError, match="not finite at 192 tokens"):
         calibrate(tiny, factors, CONFIG)
+
+
+def test_the_result_in_words():
+    result = {"switch_length": 4096, "as_good_from": 4096, "as_good_to": 4096}
+    assert in_words({**result, "original_stops": None, "long_better_from": None}).splitlines() == [
+        "the original RoPE retrieves at every measured length",
+        "the long RoPE is not better at the longest measured length",
+        "recommended switch length: 4,096",
+    ]
+    result |= {"as_good_from": 3072, "original_stops": 6144, "long_better_from": 8192}
+    assert in_words(result).splitlines() == [
+        "the original RoPE stops retrieving at 6,144 tokens",
+        "the long RoPE is better from 8,192 tokens on",
+        "recommended switch length: 4,096 (of the measured lengths, those from 3,072 to 4,096 are as good "
+        "within the error)",
+    ]
 
 
 def test_a_model_that_does_not_retrieve_is_told(factors, capsys):

@@ -139,11 +139,13 @@ class TestWaysToGenerate:
     @pytest.mark.parametrize("cache", ["dynamic", "static"])
     def test_chunked_prefill(self, strategy, cache):
         """The first chunks of a long prompt look short."""
-        model = switching_model(strategy=strategy, shadow_chunk=4)
+        model, widths = switching_model(strategy=strategy, shadow_chunk=4), []
+        model.model.embed_tokens.register_forward_pre_hook(lambda _, inputs: widths.append(inputs[0].shape[1]))
         for lengths in ((31, 29), (60, 21)):
             ids, mask = batch_of(*lengths)
             output = generate(model, ids, mask, prefill_chunk_size=7, cache_implementation=cache)
             Oracle().check(output, mask)
+        assert max(widths) == 7
 
     def test_sampling(self):
         ids, mask = batch_of(28)
