@@ -21,6 +21,7 @@ from longrope2.errors import MissingExtraError, ModelError
 from longrope2.gguf_model import GGUFModel
 from longrope2.methods import rescale
 from longrope2.models import ASSETS, check_factors, describe, load, load_tokenizer, rescale_model, weights_fingerprint
+from longrope2.training.shape import skeleton
 
 gguf = pytest.importorskip("gguf")
 
@@ -186,6 +187,15 @@ class TestFolders:
             load(tmp_path / "m")
         assert "in bfloat16 or float16" in caught.value.hint
         assert describe(tmp_path / "m").rope.original_length == 32
+
+    def test_a_language_model_with_a_vision_part_is_refused(self, llama_folder, tmp_path):
+        text = family_config("gemma3_text").to_dict()
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+        assert describe(tmp_path).reading.family == "gemma3_text"
+        for read in (load, lambda folder: skeleton(describe(folder))):
+            with pytest.raises(ModelError, match="a 'gemma3' model has more parts") as caught:
+                read(tmp_path)
+            assert "docs/models.md" in caught.value.hint
 
     def test_a_tokenizer_of_a_larger_vocabulary_is_refused(self, tokenizer_folder, tmp_path):
         shutil.copytree(tokenizer_folder, tmp_path / "m")

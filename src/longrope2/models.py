@@ -38,7 +38,9 @@ class ModelInfo:
     revision: str
     """What tells this configuration from another: the hub's commit, or a hash of the config."""
     reading: RopeReading
-    quantisation: str | None = None
+    model_type: str
+    """As in config.json; not the family's where a language model is a part of something larger."""
+    quantisation: str | None
     """How its weights were quantised (gptq, awq, fp8, …), if they were; GGUF files are not counted."""
 
     @property
@@ -70,8 +72,13 @@ class ModelInfo:
                 hint="extend the base model instead, or say --extend-again to replace that rescaling",
             )
 
-    def refuse_quantised(self) -> None:
-        """Raise ModelError for weights that are not plain numbers: they need kernels that not every device has."""
+    def refuse_weights(self) -> None:
+        """Raise ModelError unless its weights are those of a language model and nothing else, as plain numbers."""
+        if self.model_type != self.reading.family:
+            raise ModelError(
+                f"{self.name}: a '{self.model_type}' model has more parts than its language model",
+                hint="save its language model alone (docs/models.md shows how), and give that folder",
+            )
         if self.quantisation is not None:
             raise ModelError(
                 f"{self.name}: its weights are quantised ({self.quantisation})",
@@ -125,6 +132,7 @@ def describe(name: str | Path, *, original_length: int | None = None) -> ModelIn
         location=str(location),
         revision=revision,
         reading=read_config(config, original_length=original_length),
+        model_type=config["model_type"],
         quantisation=_quantisation(config),
     )
 
@@ -155,7 +163,7 @@ def load(
     import torch
 
     info = name if isinstance(name, ModelInfo) else describe(name)
-    info.refuse_quantised()
+    info.refuse_weights()
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     if info.is_gguf:
@@ -165,7 +173,7 @@ def load(
         model, tokenizer = file.model(dtype=dtype), file.tokenizer()
     else:
         model, tokenizer = _load_weights(info, dtype, tensor_parallel), load_tokenizer(info)
-        _check_vocabulary(info, tokenizer, model.config.get_text_config().vocab_size)
+        _check_vocabulary(info, tokenizer, model.config.vocab_size)
     if tensor_parallel == 1:
         model = model.to(device)
     return LoadedModel(model=model.eval(), tokenizer=tokenizer, info=info)

@@ -45,12 +45,11 @@ def export(
     chosen("format", [format], get_args(Format))
     chosen("dtype", [] if dtype is None else [dtype], GGUF_PRECISIONS)
     source = SourceModel(describe(model))
-    source.info.refuse_quantised()
+    source.info.refuse_weights()
     known_results = read_results(results) if results else None
     _check_outputs(output, source, format=format, force=force)
     wanted = profiled(_factors(source, factors, extend_again=extend_again), profile)
     exported = with_forced_temperature(wanted) if fold_temperature else wanted
-    source.refuse_parts()
     if format == "gguf":
         check_architecture(source, exported)
     elif dtype is not None and dtype not in PRECISIONS:

@@ -63,14 +63,6 @@ class SourceModel:
             return self._file.config()
         return json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
 
-    def refuse_parts(self) -> None:
-        """Raise ModelError unless the model is a language model and nothing else."""
-        if self.config["model_type"] != self.info.reading.family:
-            raise ModelError(
-                f"{self.info.name}: a '{self.config['model_type']}' model has more parts than its language model",
-                hint="save its language model alone, and export that",
-            )
-
     @cached_property
     def tensors(self) -> dict[str, Stored]:
         """Its weights, by the names they have on disk; those of a GGUF file dequantised, in memory."""

@@ -20,6 +20,7 @@ def skeleton(info: ModelInfo) -> Any:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    info.refuse_weights()
     try:
         if info.is_gguf:
             values = open_gguf(Path(info.location)).config()
