@@ -30,6 +30,7 @@ TARGET_LENGTH = 128
 FAMILY_OPTIONS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": None},
+    "mixtral": {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen2": {},
     "qwen2_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
                   "shared_expert_intermediate_size": 32},
@@ -44,6 +45,9 @@ FAMILY_OPTIONS: dict[str, dict[str, Any]] = {
     "olmo2": {},
     "granite": {},
     "stablelm": {"rope": {"partial_rotary_factor": 0.25}},
+    "glm": {"head_dim": 16, "rope": {"partial_rotary_factor": 0.5}},
+    "glm4": {"head_dim": 16, "rope": {"partial_rotary_factor": 0.5}},
+    "cohere": {"use_qk_norm": True},
     "cohere2": {"head_dim": 16, "sliding_window": 16, "num_hidden_layers": 4},
     "starcoder2": {},
     "smollm3": {},

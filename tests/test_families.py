@@ -2,6 +2,7 @@
 
 import copy
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from conftest import FAMILY_OPTIONS, family_config, family_model
 from longrope2.errors import ModelError
+from longrope2.export.engines import MLX, VLLM
+from longrope2.export.gguf import ARCHITECTURES
 from longrope2.families import FAMILIES, read_config
 from longrope2.generation.saved import read_factors
 
@@ -27,6 +30,22 @@ def rotary_frequencies(config):
 
 def test_every_family_of_the_table_has_a_test_model():
     assert set(FAMILY_OPTIONS) == set(FAMILIES)
+
+
+def test_the_table_of_families_in_the_docs():
+    """Which engines are known to be right is what `export` goes by."""
+    lines = (Path(__file__).parents[1] / "docs" / "models.md").read_text().splitlines()
+    cells = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| `")]
+    rows = [[family, *engines] for family, _, *engines in cells if family != "model_type"]
+    assert rows == [
+        [
+            family,
+            "yes" if family in VLLM.families else "static-long" if family in VLLM.static_families else "",
+            "yes" if family in MLX.families else "",
+            "yes" if family in ARCHITECTURES else "",
+        ]
+        for family in FAMILIES
+    ]
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))

@@ -591,9 +591,10 @@ class TestRefusals:
         again.save_pretrained(tmp_path)
         assert "longrope2" not in json.loads((tmp_path / "config.json").read_text())
 
-    def test_saved_without_what_transformers_cannot_read(self, tmp_path):
-        """A config may say head_dim null, and name code of the original's repository."""
-        model = family_model("gpt_neox")
+    @pytest.mark.parametrize("family", ["mixtral", "gpt_neox"])
+    def test_saved_without_what_transformers_cannot_read(self, family, tmp_path):
+        """A config may say head_dim null, as Mixtral's, and name code of the original's repository."""
+        model = family_model(family)
         model.config.head_dim, model.config.auto_map = None, {"AutoModelForCausalLM": "modeling_odd.Odd"}
         switching(model, make_factors(model, **SIDES)).save_pretrained(tmp_path)
         config = json.loads((tmp_path / "config.json").read_text())

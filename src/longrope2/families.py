@@ -32,6 +32,7 @@ class Family:
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(2048),
     "mistral": Family(131072, sliding_window=4096),
+    "mixtral": Family(131072, theta=1_000_000.0),
     "qwen2": Family(32768, sliding_window=4096),
     "qwen2_moe": Family(32768, sliding_window=4096),
     "qwen3": Family(32768, head_dim=128, sliding_window=4096),
@@ -45,6 +46,9 @@ FAMILIES: Mapping[str, Family] = {
     "olmo2": Family(2048),
     "granite": Family(2048),
     "stablelm": Family(4096, partial_rotary=0.25),
+    "glm": Family(131072, partial_rotary=0.5, head_dim=128),
+    "glm4": Family(131072, partial_rotary=0.5, head_dim=128),
+    "cohere": Family(8192, theta=500_000.0),
     "cohere2": Family(8192, sliding_window=4096),
     "starcoder2": Family(4096),
     "smollm3": Family(32768, theta=2_000_000.0),

@@ -51,6 +51,8 @@ class QueryScale:
         if self._layer(name) is None:
             return tensor
         values = tensor.float()
+        if values.dim() == 2 and self._parts is NORMS:  # Cohere's: a row for each head
+            return values * self._pattern
         rows = self._rows(name, len(values)).reshape(-1, *[1] * (values.dim() - 1))
         if self._family == "gemma3_text":  # its norms multiply by 1 + weight
             return (1 + values) * rows - 1
