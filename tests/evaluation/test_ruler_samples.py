@@ -10,6 +10,7 @@ from ruler_fixtures import neox_tokenizer, question_files
 from longrope2.errors import DataError, LongRopeError
 from longrope2.evaluation.ruler import TASKS, cache, counting, make_all, make_samples, unavailable
 from longrope2.evaluation.ruler.prompt import Frame, TokenCounter, chat_frame
+from longrope2.evaluation.ruler.questions import QuestionMaker
 
 NO_QUESTIONS = [name for name, task in TASKS.items() if task.question_file is None]
 
@@ -154,6 +155,18 @@ def test_a_length_without_room_is_refused(task):
     with pytest.raises(DataError, match=f"{task}.*tokens") as error:
         make_samples(task, tokenizer=neox_tokenizer(), length=160, count=1)
     assert error.value.hint
+
+
+def test_the_documents_around_a_question_are_first_those_of_its_article(files):
+    maker = QuestionMaker(TASKS["qa_1"], seed=0, frame=str, file=files["qa_1"])
+    question = maker._questions[0]
+    own, related = set(question.documents), set(question.related)
+    assert len(related) > 2
+    for size in range(1, len(related) + 5):
+        chosen = maker._choose(question, size)
+        assert len(chosen) == len(set(chosen)) == size
+        assert own <= set(chosen)
+        assert len(related & set(chosen)) == min(size - 1, len(related))
 
 
 def test_questions_keep_their_own_documents(files):

@@ -38,6 +38,8 @@ def test_training_under_way_tells_when_it_ends(tmp_path):
     train = {view.stage: view for view in look(folder)}["train"]
     assert (train.state, train.left) == ("interrupted", None)
     assert states(folder)["evaluate"] == "waiting"
+    with only_one(folder):  # who looks keeps nobody out
+        pass
 
 
 def test_a_search_under_way_tells_its_best(tmp_path):
