@@ -20,7 +20,7 @@ demo: $(READY)
 
 # A file stays with one worker, which makes what its tests share once; tests/conftest.py puts long files first.
 test: $(READY)
-	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 lint: $(READY)
 	$(BIN)/ruff check .
