@@ -418,6 +418,18 @@ def test_vllm_is_asked_as_it_wants(monkeypatch):
         backend.score([Span(token_ids=[1, 2], start=1)])
 
 
+def test_a_vllm_that_does_not_start_gives_one_message(monkeypatch):
+    from longrope2.evaluation.vllm_backend import VllmBackend
+
+    def fail(**_):
+        raise RuntimeError("Engine core initialization failed.\nSee root cause above.")
+
+    monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(LLM=fail))
+    with pytest.raises(LongRopeError, match="does not start with tiny .Engine core .* failed. See root") as caught:
+        VllmBackend(describe("tiny"), None, window=256)
+    assert "--backend torch" in caught.value.hint
+
+
 def test_without_vllm_the_pip_command_is_named(monkeypatch):
     from longrope2.evaluation.vllm_backend import VllmBackend
 

@@ -23,14 +23,20 @@ class VllmBackend:
             raise LongRopeError("--backend vllm needs a model folder or hub id, not a GGUF file")
         self.tokenizer, self.window = tokenizer, window
         source, options = pretrained_source(info)
-        self._llm = self._vllm.LLM(
-            model=source,
-            revision=options.get("revision"),
-            max_model_len=window,  # it refuses more; an answer that comes so far ends one token early
-            seed=seed,
-            trust_remote_code=False,
-            disable_log_stats=True,
-        )
+        try:
+            self._llm = self._vllm.LLM(
+                model=source,
+                revision=options.get("revision"),
+                max_model_len=window,  # it refuses more; an answer that comes so far ends one token early
+                seed=seed,
+                trust_remote_code=False,
+                disable_log_stats=True,
+            )
+        except (RuntimeError, ValueError, OSError) as error:
+            raise LongRopeError(
+                f"vLLM does not start with {info.name} ({' '.join(str(error).split())})",
+                hint="its own messages above say more; --backend torch does without it",
+            ) from error
 
     def batch_tokens(self) -> int:
         """vLLM looks after its memory itself."""
