@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, CompileConfig, DynamicCache, StaticCache, StoppingCriteria, TextStreamer
 
-from conftest import ORIGINAL_LENGTH, TARGET_LENGTH, family_model
+from conftest import FAMILY_OPTIONS, ORIGINAL_LENGTH, TARGET_LENGTH, family_model
 from longrope2.errors import FactorsError, LongRopeError
 from longrope2.generation import caches, load, run, saved, switching
 from longrope2.rotary import rescaled
 from test_rotary import make_factors, through_transformers, tokens_of
 
-FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "gpt_neox", "olmo2"]
+FAMILIES = sorted(FAMILY_OPTIONS)
 # The two sides differ in every dimension and in temperature, so nothing wrong can pass for right.
 SIDES = {"short_attention_factor": 1.0, "long_attention_factor": 1.3}
 

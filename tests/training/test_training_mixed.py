@@ -5,13 +5,13 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from conftest import family_model
+from conftest import FAMILY_OPTIONS, family_model
 from longrope2 import perplexity
 from longrope2.data.loader import IGNORED_LABEL
 from longrope2.training.mixed import ATTENTION_OPERATIONS, Batch, mixed_window
 from test_rotary import make_factors, through_transformers
 
-FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2"]
+FAMILIES = sorted(FAMILY_OPTIONS)
 ROW = 48
 LENGTHS = [10, 6, 32]  # documents of the short row
 
