@@ -3,7 +3,8 @@ the search of the paper's space finds with several seeds, with factors up to the
 
     python recipes/hypothesis.py skewed uniform short --documents 20 --target-length 512 \\
         --ratios 1,1.5,2,3,4,6,8 -o results/tiny/hypothesis
-    python recipes/hypothesis.py SmolLM2.gguf --target-length 32768 --books BOOKS -o results/smollm2
+    python recipes/hypothesis.py SmolLM2.gguf --target-length 16384 --ratios 1,1.25,1.5,2,3 --books BOOKS \\
+        -o results/smollm2
 
 Models are folders, files or `tiny`; each leaves OUTPUT/hypothesis-NAME-LENGTH.json, and is skipped when that is there.
 """
