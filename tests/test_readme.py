@@ -2,7 +2,9 @@
 
 import re
 import shlex
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import click
@@ -78,3 +80,17 @@ def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
         if not target.startswith(("http://", "https://")):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_make_docs_fails_on_a_link_that_leads_nowhere(tmp_path):
+    """Where it is quiet, mkdocs does not count warnings, and --strict has none to fail on."""
+    for name in ("Makefile", "mkdocs.yml"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    command = ["make", "docs", "--old-file", ".venv/.ready", f"BIN={Path(sys.executable).parent}"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    with (tmp_path / "docs" / "index.md").open("a") as page:
+        page.write("[gone](results.md#nowhere)\n")
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode != 0
+    assert "#nowhere" in result.stderr
