@@ -45,8 +45,9 @@ def search_factors(
 ) -> RescaleFactors:
     """Search the critical dimension and the factors by needle perplexity.
 
-    Options are those of `longrope2 search`, underscores for dashes; `--compile` is `compiled=True`. With a folder as
-    `output` the search can be interrupted: the same call goes on where it was.
+    Options are those of `longrope2 search`, underscores for dashes; `--compile` is `compiled=True`, and another trained
+    window comes with `describe(model, original_length=…)` as the model. With a folder as `output` the search can be
+    interrupted: the same call goes on where it was.
     """
     info = model if isinstance(model, ModelInfo) else describe(model)
     info.refuse_rescaled(extend_again=extend_again)

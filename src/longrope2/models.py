@@ -113,7 +113,10 @@ class LoadedModel:
 
 
 def describe(name: str | Path, *, original_length: int | None = None) -> ModelInfo:
-    """Read a model's configuration: a folder, a .gguf file, a hub id (owner/name[@revision]), or `tiny`."""
+    """Read a model's configuration: a folder, a .gguf file, a hub id (owner/name[@revision]), or `tiny`.
+
+    `original_length` is the trained window where the config is silent or wrong about it.
+    """
     accept_mscales()
     name = str(name)
     # A folder of that name only where it is a model: recipes/tiny, for one, is none.

@@ -105,7 +105,9 @@ def rescaled(
 ) -> Iterator[RescaledRotary]:
     """Run `model` with rescaled RoPE inside the block, and leave it as it was afterwards.
 
-    With `check` a few tokens are run through the model to prove that the factors took effect.
+    `long_rows` gives the long factors to all rows or none, or says so for each row or token (a bool tensor [batch] or
+    [batch, sequence]); None: to rows that reach beyond the original window. With `check` a few tokens are run through
+    the model to prove that the factors took effect.
     """
     parent, name, original = _rotary_place(model)
     try:
