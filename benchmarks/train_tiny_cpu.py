@@ -18,10 +18,10 @@ from longrope2.data.corpus import open_corpus
 from longrope2.data.plan import Plan
 from longrope2.data.plan_command import run_plan
 from longrope2.factors import RescaleFactors
+from longrope2.generation.saved import FACTORS_FILE
 from longrope2.models import describe, rescale_model
 from longrope2.training.loop import TrainConfig, make_optimizer
 from longrope2.training.mixed import Batch
-from longrope2.training.product import FACTORS
 from longrope2.training.progress import LOG, read_log
 from longrope2.training.rows import PlanRows
 from longrope2.training.run import PRODUCT, run_train
@@ -77,11 +77,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         plan = make_plan(folder)
-        rescale_model(describe("tiny"), "yarn", LENGTH).save(folder / FACTORS)
+        rescale_model(describe("tiny"), "yarn", LENGTH).save(folder / FACTORS_FILE)
         started = time.perf_counter()
         run_train(
             "tiny",
-            factors=folder / FACTORS,
+            factors=folder / FACTORS_FILE,
             plan=folder / "plan.jsonl",
             output=folder / "run",
             cache=folder / "cache",
@@ -90,7 +90,7 @@ def main() -> None:
         )
         seconds = time.perf_counter() - started
         log = read_log(folder / "run" / LOG)
-        trained = RescaleFactors.load(folder / "run" / PRODUCT / FACTORS)
+        trained = RescaleFactors.load(folder / "run" / PRODUCT / FACTORS_FILE)
         assert len(log) == STEPS
         assert trained.target_length == LENGTH
         corpora = [open_corpus(key, folder / "cache") for key in plan.corpus_keys]

@@ -1,6 +1,8 @@
 """The commands and the example of README and docs really run."""
 
+import contextlib
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -94,3 +96,17 @@ def test_make_docs_fails_on_a_link_that_leads_nowhere(tmp_path):
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode != 0
     assert "#nowhere" in result.stderr
+
+
+PROGRAMS = [*sorted((ROOT / "benchmarks").glob("*.py")), *sorted((ROOT / "recipes").rglob("*.py"))]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.stem)
+def test_benchmarks_and_recipes_find_what_they_import(program, monkeypatch, capsys):
+    """No test runs all of them, and what they use of the package moves."""
+    monkeypatch.syspath_prepend(program.parent)
+    monkeypatch.setattr(sys, "argv", [str(program), "--help"])
+    with contextlib.suppress(SystemExit):
+        runpy.run_path(str(program), run_name="__main__")
+    is_program = '__name__ == "__main__"' in program.read_text()
+    assert capsys.readouterr().out.startswith("usage") == is_program
