@@ -425,7 +425,7 @@ def test_a_vllm_that_does_not_start_gives_one_message(monkeypatch):
         raise RuntimeError("Engine core initialization failed.\nSee root cause above.")
 
     monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(LLM=fail))
-    with pytest.raises(LongRopeError, match="does not start with tiny .Engine core .* failed. See root") as caught:
+    with pytest.raises(LongRopeError, match=r"does not start with tiny .Engine core .* failed. See root") as caught:
         VllmBackend(describe("tiny"), None, window=256)
     assert "--backend torch" in caught.value.hint
 
