@@ -221,6 +221,10 @@ class TestEngines:
         found = findings(folders / "static-long", capsys, f"vllm={python}")
         assert found["vllm", "long"]["verdict"] == "FAILED"
         assert found["vllm", "long"]["note"] == "it failed: ValueError: no such rope"
+        log = "(Worker pid=1) ERROR [multiproc_executor.py:953] ValueError: only one style"
+        python.write_text(f"#!/bin/sh\necho '{log}'\necho 'RuntimeError: see above' >&2\nexit 1\n")
+        found = findings(folders / "static-long", capsys, f"vllm={python}")
+        assert found["vllm", "long"]["note"] == "it failed: ValueError: only one style"
         found = findings(folders / "static-long", capsys, f"vllm={tmp_path / 'nowhere'}")
         assert "could not be run" in found["vllm", "short"]["note"]
         found = findings(folders / "static-long", capsys, "vllm=/bin/true")

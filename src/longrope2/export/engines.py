@@ -72,6 +72,7 @@ VLLM = Engine(
     families=(
         "llama",
         "mistral",
+        "mixtral",
         "qwen2",
         "qwen2_moe",
         "qwen3",
@@ -83,7 +84,7 @@ VLLM = Engine(
         "granite",
         "stablelm",
     ),
-    static_families=("olmo2", "phi", "smollm3", "starcoder2"),
+    static_families=("glm", "olmo2", "phi", "smollm3", "starcoder2"),
 )
 MLX = Engine(
     name="mlx",

@@ -195,7 +195,7 @@ def _ask(engine: Engine, python: str, job: dict[str, Any]) -> dict[str, Any]:
         except (OSError, subprocess.TimeoutExpired) as error:
             raise LongRopeError(f"it could not be run ({error})") from error
         if done.returncode != 0:
-            raise LongRopeError(f"it failed: {_reason(done.stderr)}")
+            raise LongRopeError(f"it failed: {_reason(done.stdout, done.stderr)}")
         try:
             answers: dict[str, Any] = json.loads(answers_file.read_text())
         except (OSError, ValueError) as error:
@@ -203,8 +203,11 @@ def _ask(engine: Engine, python: str, job: dict[str, Any]) -> dict[str, Any]:
         return answers
 
 
-def _reason(stderr: str) -> str:
-    """The line of an engine's output that names its exception, or else the last."""
+def _reason(stdout: str, stderr: str) -> str:
+    """What an engine says of its failure: the exception it names, or else its last line."""
+    # The processes that vLLM starts log the cause; what it raises itself only refers to that.
+    if logged := re.search(r"\] ([\w.]*(?:Error|Exception): .+)", stdout):
+        return logged[1][:300]
     lines = stderr.strip().splitlines() or ["no message"]
     named = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
     return (named or lines)[-1][:300]
