@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 # No test may reach for the network, whatever it loads.
@@ -18,6 +19,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A background job: without this, nothing that a test starts could be interrupted.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# A busy machine is no reason to fail.
+hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("patient")
 
 # Begun first, so that no worker is left with one of them in the end; the rest take less than half a minute each.
 LONGEST = ("test_pipeline_run", "test_training_cli", "test_search_run", "test_training_run", "test_readme",

@@ -398,7 +398,7 @@ class TestStrategies:
         Oracle(factors=other).check(generate(model, ids, mask), mask)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25, derandomize=True)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=4),
     side=st.sampled_from(["left", "right"]),

@@ -168,7 +168,7 @@ def test_documents_hold_what_they_promise(kind: str, bos: bool) -> None:
         assert document.depth == pytest.approx(depth, abs=0.02 if 0 < depth < 1 else 0)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     kind=st.sampled_from(TOKENIZERS),
     bos=st.booleans(),
@@ -183,7 +183,7 @@ def test_any_length_depth_and_seed(kind: str, bos: bool, length: int, depth: Any
         assert abs(document.depth - depth) <= 17 / (length - 400)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(depth=st.floats(0, 1), seed=st.integers(0, 1000), kind=st.sampled_from(TOKENIZERS))
 def test_depth_within_one_percent(depth: float, seed: int, kind: str) -> None:
     for length in (4096, 6000):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from data_samples import FIRST_TOKEN, MARKS, STRIDE, MemoryCorpus, plan_of
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from longrope2.data.loader import RowLoader, order_of_rows
@@ -124,7 +124,6 @@ def test_a_row_that_does_not_add_up_is_refused(spans, padding, message):
 # The sampler
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(0, 5))
 def test_an_epoch_takes_every_row_once_and_every_bucket_evenly(buckets, seed):
     order = order_of_rows(np.array(buckets), seed=seed, epoch=0)

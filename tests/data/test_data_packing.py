@@ -40,7 +40,7 @@ def size(plan: Plan, corpus: MemoryCorpus, span) -> int:
     return plan.marks.size(span.stop - span.start, ends=span.stop == corpus.lengths[span.document])
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(lengths, marks_in_use, st.integers(0, 3), st.sampled_from(["cut", "drop"]))
 def test_rows_are_exact_and_documents_used_once(lengths, marks, seed, over_long):
     result = planned(lengths, marks, seed=seed, over_long=over_long)
@@ -57,7 +57,7 @@ def test_rows_are_exact_and_documents_used_once(lengths, marks, seed, over_long)
     assert max(used.values()) == 1
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(lengths, marks_in_use, st.integers(0, 3))
 def test_short_rows_hold_whole_short_documents_but_for_the_one_cut_last(lengths, marks, seed):
     result = planned(lengths, marks, seed=seed)
@@ -80,7 +80,7 @@ def test_short_rows_hold_whole_short_documents_but_for_the_one_cut_last(lengths,
         assert plan.report["sources"][0]["truncated"] == cut
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(lengths, marks_in_use, st.integers(0, 3), st.one_of(st.none(), st.integers(1, 20)))
 def test_everything_is_accounted_for(lengths, marks, seed, rows):
     result = planned(lengths, marks, seed=seed, rows=rows)
@@ -122,7 +122,7 @@ def test_no_cut_leaves_a_document_without_tokens():
     assert short_rows(*[(0, 7)] * 8, (0, 6), (0, 3)) == [([*((n, 0, 5) for n in range(8)), (8, 0, 4)], 2)]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32), st.integers(1, 60))
 def test_quotas_are_met_within_one_row(seed, rows):
     rng = np.random.default_rng(seed)

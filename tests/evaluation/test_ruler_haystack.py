@@ -46,7 +46,7 @@ def by_nltk(words_, count):
 
 
 @given(st.lists(st.sampled_from(TOKENS), min_size=1, max_size=90), st.booleans(), st.integers(1, 300))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_sentences_of_every_beginning(tokens, spaced, count):
     words_ = ["", *tokens, ""] if spaced else tokens
     pile = Haystack(words_, find_breaks(words_, SPLITTER))

@@ -223,7 +223,7 @@ def test_the_wide_search_never_ends_below_a_closed_form_that_is_the_optimum(race
     assert outcome.best.attention_factor == closed.long_attention_factor
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     race=st.sampled_from(["off", "exact", "statistical"]),
     seed=st.integers(0, 2**32 - 1),
@@ -268,7 +268,7 @@ def test_a_closed_form_that_one_hard_document_speaks_against_is_not_lost(race, h
     assert outcome.history[-1].best_nll == pytest.approx(7.0)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(seed=st.integers(0, 2**32 - 1), noise=st.floats(0, 2), parents=st.integers(3, 8))
 def test_exact_racing_goes_exactly_the_way_of_no_racing(seed, noise, parents):
     space = make_space()

@@ -28,7 +28,7 @@ def written(path, evaluations, header=HEADER):
     return path
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     evaluations=st.dictionaries(
         st.tuples(st.text(min_size=1, max_size=8), st.integers(0, 99)),

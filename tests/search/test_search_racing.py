@@ -54,7 +54,7 @@ def tables(draw, values=nlls):
     return {f"g{i}": row for i, row in enumerate(rows)}, draw(st.permutations(range(documents)))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(table=tables(), num_parents=st.integers(1, 6))
 def test_exact_racing_never_drops_a_parent_nor_the_best(table, num_parents):
     rows, order = table
@@ -73,7 +73,7 @@ def test_exact_racing_never_drops_a_parent_nor_the_best(table, num_parents):
     assert len(asked.asked) == len(set(asked.asked)) <= len(rows) * len(order)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(table=tables(st.floats(0.01, 100)), newcomers=tables(st.floats(0.01, 100)), num_parents=st.integers(1, 6))
 def test_exact_racing_against_an_earlier_population_keeps_its_promise(table, newcomers, num_parents):
     earlier, order = table
@@ -84,7 +84,7 @@ def test_exact_racing_against_an_earlier_population_keeps_its_promise(table, new
     assert chosen == pytest.approx(totals[:num_parents])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(table=tables(), mode=st.sampled_from(MODES), num_parents=st.integers(1, 6), confidence=st.floats(0, 3))
 def test_no_mode_costs_more_than_exhaustive_scoring_or_asks_twice(table, mode, num_parents, confidence):
     rows, order = table
@@ -125,7 +125,7 @@ def test_scouts_find_the_telling_document_and_the_leaders_on_it_are_completed():
     assert scores.best() == "g8"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     base=st.lists(st.integers(1, 50), min_size=3, max_size=6),
     offsets=st.lists(st.integers(1, 40), min_size=1, max_size=8),
@@ -164,7 +164,7 @@ def test_whoever_differs_in_proportion_is_known_by_one_document():
         assert scores.estimate(key, "best", scales) == pytest.approx(sum(row))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     table=tables(st.floats(0.01, 50)),
     num_parents=st.integers(1, 6),

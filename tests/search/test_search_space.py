@@ -89,7 +89,7 @@ def test_seeds_reach_both_ends_of_the_range():
     assert values == {round(2 + k / 100, 2) for k in range(201)}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(spec=st.sampled_from(MODELS), ratio=ratios, seed=seeds)
 def test_no_chain_of_moves_leaves_the_paper_space(spec, ratio, seed):
     space = make_space(spec, ratio)
@@ -111,7 +111,7 @@ def test_no_chain_of_moves_leaves_the_paper_space(spec, ratio, seed):
             assert set(genome.right) <= {value for parent in parents for value in parent.right}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(spec=st.sampled_from(MODELS), ratio=ratios, seed=seeds)
 def test_with_all_dimensions_the_left_is_searched_too(spec, ratio, seed):
     space = make_space(spec, ratio, dimensions="all")
@@ -142,7 +142,7 @@ def test_with_all_dimensions_left_factors_move_on_their_own():
     assert any(left not in (child.left, other.left) for left in crossed)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(spec=st.sampled_from(MODELS[:4]), ratio=ratios, seed=seeds)
 def test_the_first_longrope_searches_every_dimension_from_one_to_five_quarters_of_s(spec, ratio, seed):
     space = make_space(spec, ratio, method="longrope")
@@ -240,7 +240,7 @@ def test_a_seed_that_equals_a_closed_form_does_not_push_it_out():
     assert names == {frozenset(METHODS)}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(spec=st.sampled_from(MODELS), ratio=ratios, seed=seeds)
 def test_no_chain_of_moves_in_the_wide_space_makes_factors_a_model_cannot_use(spec, ratio, seed):
     space = make_space(spec, ratio, kind="wide")
@@ -377,7 +377,7 @@ def test_keys_are_equal_for_those_that_rotate_alike():
     assert {genome.key() for genome in alike} == {ntk.key()}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(seed=seeds, position=st.integers(0, 31), step=st.sampled_from([-0.01, 0.01, 1e-6, 3.0]))
 def test_keys_tell_apart_those_that_do_not(seed, position, step):
     rng = np.random.default_rng(seed)
