@@ -234,6 +234,50 @@ def test_a_folder_in_the_place_of_a_file_is_refused_before_and_after(tmp_path):
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["f.json"]
 
 
+def test_what_kills_left_of_a_file_is_swept_away_and_what_others_write_is_not(tmp_path, monkeypatch):
+    code = (
+        "import sys, time; from pathlib import Path; from longrope2.files import atomic_path\n"
+        "with atomic_path(Path(sys.argv[1])) as temporary:\n"
+        "    temporary.write_text('half'); print('now', flush=True); time.sleep(60)"
+    )
+    file, other = tmp_path / "a[1].json", tmp_path / "b.json"
+    command = [sys.executable, "-c", code]
+    writing = [subprocess.Popen([*command, path], stdout=subprocess.PIPE) for path in (file, file, other)]
+    assert [child.stdout.readline() for child in writing] == [b"now\n"] * 3
+    for child in writing[1:]:
+        child.kill()
+        child.wait()
+    assert len(list(tmp_path.iterdir())) == 3
+    with monkeypatch.context() as without_locks:
+        without_locks.setattr(files, "_locked", lambda _: True)
+        files.write_json(file, 1)
+        assert len(list(tmp_path.iterdir())) == 4, "nobody knows there whose they are"
+    files.write_json(file, 2)
+    files.write_json(other, 3)
+    assert sorted(path.name for path in tmp_path.glob("[!.]*")) == ["a[1].json", "b.json"]
+    (left,) = tmp_path.glob(".*")
+    assert left.read_text() == "half"
+    writing[0].kill()
+    writing[0].wait()
+    files.write_json(file, 4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a[1].json", "b.json"]
+
+
+def test_a_file_that_another_writer_swept_away_before_it_was_locked_is_made_again(tmp_path, monkeypatch):
+    made = []
+
+    def swept(handle):
+        if not made:
+            (left,) = tmp_path.iterdir()
+            left.unlink()
+        made.append(handle)
+        return True
+
+    monkeypatch.setattr(files, "_locked", swept)
+    files.write_json(tmp_path / "f.json", 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["f.json"]
+
+
 @pytest.mark.parametrize("command", ["calibrate", "evaluate --suite niah --lengths 256 --samples 1", "search"])
 def test_nothing_is_left_of_a_model_that_cannot_be_loaded_and_a_bad_place_is_told_of_first(command, tmp_path):
     model, factors, output = tmp_path / "model", tmp_path / "factors.json", tmp_path / "out"

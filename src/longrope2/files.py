@@ -1,6 +1,7 @@
 """Files and folders that are whole or absent, a folder for one process at a time, and what made an artefact."""
 
 import errno
+import glob
 import json
 import os
 import re
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from longrope2.errors import LongRopeError
 
@@ -29,10 +30,17 @@ _BREAK = re.compile(r"\n\s*")
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; it takes the final name only if the block succeeds."""
-    temporary = _temporary(path)
-    temporary.chmod(0o666 & ~umask())
-    try:
+    """Yield a temporary path beside `path`; it takes the final name only if the block succeeds.
+
+    What kills have left of earlier ones is swept away.
+    """
+    with _temporary(path) as temporary:
+        if is_locked(temporary):  # where there are no locks, nobody knows whose the others are
+            for other in path.parent.glob(f".{glob.escape(path.name)}{PARTIAL}*"):
+                with suppress(OSError), other.open("rb") as left:
+                    if _locked(left.fileno()):
+                        other.unlink()
+        temporary.chmod(0o666 & ~umask())
         yield temporary
         with temporary.open("rb") as written:
             os.fsync(written.fileno())
@@ -40,8 +48,6 @@ def atomic_path(path: Path) -> Iterator[Path]:
             temporary.replace(path)
         except OSError as error:
             raise _unwritable(path, error) from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def sweep(folder: Path) -> None:
@@ -86,23 +92,39 @@ def umask() -> int:
 def check_writable(path: Path) -> None:
     """Refuse a file that could not be written, before the work whose result it is to hold."""
     is_new = not path.parent.exists()
-    _temporary(path).unlink()
+    with _temporary(path):
+        pass
     if is_new:
         with suppress(OSError):  # somebody else is at work there
             path.parent.rmdir()  # the work may fail before it has anything to put there
 
 
-def _temporary(path: Path) -> Path:
-    """An empty file beside `path`, whose folder is made where it is missing."""
+@contextmanager
+def _temporary(path: Path) -> Iterator[Path]:
+    """An empty file beside `path`, whose folder is made where it is missing; locked, and gone in the end."""
     try:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}{PARTIAL}", suffix=path.suffix)
+        handle, temporary = _locked_file(path)
     except OSError as error:
         raise _unwritable(path, error) from error
-    os.close(handle)
-    return Path(name)
+    with handle:
+        if sys.platform == "win32":  # which renames no open file
+            handle.close()
+        try:
+            yield temporary
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def _locked_file(path: Path) -> tuple[IO[bytes], Path]:
+    while True:
+        number, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}{PARTIAL}", suffix=path.suffix)
+        handle = os.fdopen(number, "r+b")
+        if _locked(number) and Path(name).exists():
+            return handle, Path(name)
+        handle.close()  # just now somebody who writes the same file took it for what a kill has left
 
 
 def _unwritable(path: Path, error: OSError) -> LongRopeError:

@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -362,6 +363,26 @@ class TestRefusals:
                 export("tiny", path, factors=tiny_factors(), format="gguf", force=True)
             assert place.read_bytes() == content
             place.write_bytes(before)
+
+    def test_the_file_comes_last_so_that_the_same_command_goes_on_after_a_kill(self, tmp_path, monkeypatch):
+        path, card = tmp_path / "tiny.gguf", tmp_path / "tiny.md"
+        real = Path.replace
+
+        def killed(temporary, final):
+            assert final == card, "a kill"
+            return real(temporary, final)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "replace", killed)
+            with pytest.raises(AssertionError, match="a kill"):
+                export("tiny", path, factors=tiny_factors(), format="gguf")
+        assert [file.name for file in tmp_path.iterdir()] == ["tiny.md"]
+        export("tiny", path, factors=tiny_factors(), format="gguf")
+        assert sorted(file.name for file in tmp_path.iterdir()) == ["tiny.gguf", "tiny.md"]
+        path.unlink()
+        card.write_text("# notes")
+        with pytest.raises(LongRopeError, match=r"tiny\.md is not an export of longrope2, and is never replaced"):
+            export("tiny", path, factors=tiny_factors(), format="gguf")
 
     @pytest.mark.parametrize(
         ("name", "format", "hint"),

@@ -22,7 +22,7 @@ from longrope2.export.output import check_room
 from longrope2.export.weights import Change, SourceModel, cast
 from longrope2.factors import RescaleFactors
 from longrope2.families import FULL_ATTENTION
-from longrope2.files import atomic_path
+from longrope2.files import atomic_path, write_text
 from longrope2.gguf_model import AGAIN, FACTORS_KEY, model_of, unpermute
 from longrope2.models import head_dim
 
@@ -108,7 +108,9 @@ def check_architecture(source: SourceModel, factors: RescaleFactors) -> None:
         raise ModelError(f"{name}: llama.cpp rotates whole heads of '{reading.family}' models, not a part of them")
 
 
-def write_file(source: SourceModel, factors: RescaleFactors, output: Path, *, dtype: str, change: Change) -> None:
+def write_file(
+    source: SourceModel, factors: RescaleFactors, output: Path, *, dtype: str, change: Change, card: str
+) -> None:
     """Write the export; `change` is applied to every tensor on its way."""
     gguf = require("gguf", extra="export", purpose="writing a GGUF file")
     live, architecture = live_config(source.config), ARCHITECTURES[source.info.reading.family]
@@ -137,6 +139,12 @@ def write_file(source: SourceModel, factors: RescaleFactors, output: Path, *, dt
             writer.write_tensor_data(_encoded(name, tensor, kinds[name], architecture, live))
             progress.update(count)
         writer.close()
+        write_text(card_path(output), card)  # first: where the file is, everything is
+
+
+def card_path(output: Path) -> Path:
+    """Where the model card of a file lies."""
+    return output.with_suffix(".md")
 
 
 class GGUFExport:

@@ -15,12 +15,12 @@ from longrope2.export.config import PROFILES, Profile, profile_of, profiled, wit
 from longrope2.export.engines import ENGINES, Format
 from longrope2.export.fold import QueryScale
 from longrope2.export.gguf import PRECISIONS as GGUF_PRECISIONS
-from longrope2.export.gguf import check_architecture, is_exported_file, write_file
+from longrope2.export.gguf import card_path, check_architecture, is_exported_file, write_file
 from longrope2.export.huggingface import is_exported_folder, write_folder
 from longrope2.export.output import check_output
 from longrope2.export.weights import SourceModel
 from longrope2.factors import RescaleFactors
-from longrope2.files import package_versions, write_text
+from longrope2.files import package_versions
 from longrope2.generation.saved import carries_factors, read_factors, told_factors
 from longrope2.models import describe
 
@@ -72,8 +72,7 @@ def export(
         results=known_results,
     )
     if format == "gguf":
-        write_file(source, exported, output, dtype=precision, change=change)
-        write_text(_card_path(output), text)
+        write_file(source, exported, output, dtype=precision, change=change, card=text)
     else:
         # A tensor of another precision than most keeps it, unless one is asked for.
         dtypes = {name: PRECISIONS[dtype or _precision(tensor.dtype)] for name, tensor in source.tensors.items()}
@@ -94,13 +93,10 @@ def _check_outputs(output: Path, source: SourceModel, *, format: Format, force: 
             f"{output}: the name of a GGUF file ends in .gguf, and that of a folder does not",
             hint="add --format gguf" if is_folder else f"say -o {output}.gguf, or leave --format gguf out",
         )
-    ours = {output: is_exported_folder} if is_folder else {output: is_exported_file, _card_path(output): is_card}
+    ours = {output: is_exported_folder} if is_folder else {output: is_exported_file, card_path(output): is_card}
+    force = force or not output.exists()  # a card without its file is what a kill has left
     for place, is_ours in ours.items():
         check_output(place, source=source.info.location, force=force, is_folder=is_folder, is_ours=is_ours)
-
-
-def _card_path(output: Path) -> Path:
-    return output.with_suffix(".md")
 
 
 def _factors(source: SourceModel, given: RescaleFactors | str | Path | None, *, extend_again: bool) -> RescaleFactors:
