@@ -278,6 +278,24 @@ def test_a_file_that_another_writer_swept_away_before_it_was_locked_is_made_agai
     assert [path.name for path in tmp_path.iterdir()] == ["f.json"]
 
 
+def test_a_folder_removed_under_a_process_is_told_as_that(tmp_path):
+    folder = tmp_path / "run"
+
+    def work(name, *, removed):
+        with files.only_one(folder, ""):
+            if removed:
+                shutil.rmtree(folder)
+            os.stat(name)  # noqa: PTH116 - also of bytes
+
+    for inside in (folder / "x.json", os.fsencode(folder / "log" / "events")):  # TensorBoard names them in bytes
+        with pytest.raises(LongRopeError, match=r"run: removed while this was at work there \(\[Errno 2\]") as caught:
+            work(inside, removed=True)
+        assert caught.value.hint == "run the same command again: it begins anew"
+    for name, removed in ((folder / "x.json", False), (tmp_path / "elsewhere", True)):
+        with pytest.raises(FileNotFoundError):
+            work(name, removed=removed)
+
+
 @pytest.mark.parametrize("command", ["calibrate", "evaluate --suite niah --lengths 256 --samples 1", "search"])
 def test_nothing_is_left_of_a_model_that_cannot_be_loaded_and_a_bad_place_is_told_of_first(command, tmp_path):
     model, factors, output = tmp_path / "model", tmp_path / "factors.json", tmp_path / "out"

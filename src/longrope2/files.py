@@ -170,7 +170,12 @@ def only_one(
             if _locked(handle):
                 try:
                     yield
-                except BaseException:
+                except BaseException as error:
+                    if _has_lost(error, folder):
+                        raise LongRopeError(
+                            f"{folder}: removed while this was at work there ({error})",
+                            hint="run the same command again: it begins anew",
+                        ) from error
                     with suppress(OSError):
                         if not file:  # a folder of this work alone, and nothing may have come into it
                             folder.rmdir()
@@ -180,6 +185,13 @@ def only_one(
     finally:
         os.close(handle)
     raise LongRopeError(f"{folder}: {refusal}", hint=hint)
+
+
+def _has_lost(error: BaseException, folder: Path) -> bool:
+    """Whether something failed because somebody removed the folder that it was at work in."""
+    if not isinstance(error, FileNotFoundError) or not isinstance(error.filename, str | bytes) or folder.exists():
+        return False
+    return Path(os.fsdecode(error.filename)).absolute().is_relative_to(folder.absolute())
 
 
 def refuse_foreign(folder: Path, command: str, *marks: str, beside: str | Path | None = None) -> None:

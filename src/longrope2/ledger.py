@@ -98,12 +98,12 @@ class Ledger:
 
     def pause(self, step: str, seconds: float) -> None:
         """A step was interrupted in a way that left time to say so."""
-        self.steps[step]["seconds"] += seconds
+        self._begun(step)["seconds"] += seconds
         self._write()
 
     def finish(self, step: str, outputs: Mapping[str, str], seconds: float) -> float:
         """A step has ended well; returns the seconds of all its sessions, but for those that were killed."""
-        entry = self.steps[step]
+        entry = self._begun(step)
         entry |= {"state": DONE, "seconds": entry["seconds"] + seconds, "outputs": dict(outputs)}
         self._write()
         return float(entry["seconds"])
@@ -117,6 +117,15 @@ class Ledger:
         """The outputs of a finished step that are missing or not as they were."""
         outputs = self.steps[step]["outputs"]
         return [name for name, digest in outputs.items() if output_digest(self.folder / name) != digest]
+
+    def _begun(self, step: str) -> dict[str, Any]:
+        """The entry of a step that is at work."""
+        if step not in self.steps:
+            raise LongRopeError(
+                f"{self.folder / LEDGER}: removed, or damaged, while {step} was at work",
+                hint="run the same command again: steps find what is left of what they have done",
+            )
+        return self.steps[step]
 
     def _write(self) -> None:
         files.write_json(self.folder / LEDGER, self.content)

@@ -306,6 +306,23 @@ def test_a_strange_folder_and_a_second_process_are_refused(place, recipe, tmp_pa
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_run_removed_while_a_step_is_at_work_ends_with_a_message(fails, tmp_path, monkeypatch):
+    from longrope2.pipeline import steps
+
+    def removed(*_, **__):
+        shutil.rmtree(tmp_path / "r")
+        if fails:
+            (tmp_path / "r" / ledger.HISTORY).stat()
+        (tmp_path / "r" / "search").mkdir(parents=True)  # as steps do that make their folder where it is missing
+        for name in (ledger.FACTORS, ledger.SEARCH):
+            (tmp_path / "r" / name).write_text("{}")
+
+    monkeypatch.setattr(steps, "search", removed)
+    with pytest.raises(LongRopeError, match=r"pipeline\.json: removed, or damaged, while search was at work"):
+        extend("tiny", tmp_path / "r", target_length=512, stages=["search"])
+
+
 @pytest.mark.slow
 def test_two_processes_find_the_same(place, recipe, whole):
     process = start(recipe, place / "two", processes=2)
