@@ -296,6 +296,26 @@ def test_a_folder_removed_under_a_process_is_told_as_that(tmp_path):
             work(name, removed=removed)
 
 
+def test_what_tensorboard_cannot_write_is_told_once(tmp_path):
+    pytest.importorskip("tensorboard")
+    code = (
+        "import shutil, sys, threading; from pathlib import Path; from longrope2 import cli, files\n"
+        "from torch.utils.tensorboard import SummaryWriter\n"
+        "def main(**_):\n"
+        "    other = threading.Thread(target=lambda: 1 / 0); other.start(); other.join()\n"
+        "    folder = Path(sys.argv[1])\n"
+        "    with files.only_one(folder, ''):\n"
+        "        events = SummaryWriter(folder / 'tensorboard'); events.flush(); shutil.rmtree(folder)\n"
+        "        for step in range(100):\n"
+        "            events.add_scalar('loss', 1.0, step); events.flush()\n"
+        "cli.cli.main = main; cli.main()"
+    )
+    result = subprocess.run([sys.executable, "-c", code, tmp_path / "run"], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 2, result.stderr
+    assert "run: removed while this was at work there" in result.stderr
+    assert result.stderr.count("Traceback") == result.stderr.count("ZeroDivisionError") == 1, "that of another thread"
+
+
 @pytest.mark.parametrize("command", ["calibrate", "evaluate --suite niah --lengths 256 --samples 1", "search"])
 def test_nothing_is_left_of_a_model_that_cannot_be_loaded_and_a_bad_place_is_told_of_first(command, tmp_path):
     model, factors, output = tmp_path / "model", tmp_path / "factors.json", tmp_path / "out"

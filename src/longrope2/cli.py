@@ -5,6 +5,7 @@ Nothing heavy is imported until a command runs, so `--help` answers at once.
 
 import errno
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -680,6 +681,7 @@ def watch(run: Path, once: bool, every: float) -> None:
 def main() -> None:
     """Run the command line; anything the user can mend becomes one message and exit code 2."""
     keep_freed_memory()
+    threading.excepthook = _thread_failed
     try:
         sys.exit(cli.main(standalone_mode=False))
     except (click.Abort, KeyboardInterrupt) as error:
@@ -699,6 +701,12 @@ def main() -> None:
             raise
         _tell(f"{error}\nhint: {hint}")
         sys.exit(2)
+
+
+def _thread_failed(failure: threading.ExceptHookArgs) -> None:
+    """Keep TensorBoard's thread from printing a traceback of what its writer then raises here, to be told once."""
+    if not type(failure.thread).__module__.startswith("tensorboard."):
+        threading.__excepthook__(failure)
 
 
 def _mending(error: OSError) -> str | None:
