@@ -306,20 +306,28 @@ def test_a_strange_folder_and_a_second_process_are_refused(place, recipe, tmp_pa
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("fails", [True, False])
-def test_a_run_removed_while_a_step_is_at_work_ends_with_a_message(fails, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("then", "told"),
+    [
+        ("fails", r"pipeline\.json: removed, or damaged, while search was at work"),
+        ("writes", r"pipeline\.json: removed, or damaged, while search was at work"),
+        ("ends", r"search/factors\.json: removed as soon as it was made"),
+    ],
+)
+def test_a_run_removed_while_a_step_is_at_work_ends_with_a_message(then, told, tmp_path, monkeypatch):
     from longrope2.pipeline import steps
 
     def removed(*_, **__):
         shutil.rmtree(tmp_path / "r")
-        if fails:
+        if then == "fails":
             (tmp_path / "r" / ledger.HISTORY).stat()
-        (tmp_path / "r" / "search").mkdir(parents=True)  # as steps do that make their folder where it is missing
-        for name in (ledger.FACTORS, ledger.SEARCH):
-            (tmp_path / "r" / name).write_text("{}")
+        if then == "writes":  # as steps do that make their folder where it is missing
+            (tmp_path / "r" / "search").mkdir(parents=True)
+            for name in (ledger.FACTORS, ledger.SEARCH):
+                (tmp_path / "r" / name).write_text("{}")
 
     monkeypatch.setattr(steps, "search", removed)
-    with pytest.raises(LongRopeError, match=r"pipeline\.json: removed, or damaged, while search was at work"):
+    with pytest.raises(LongRopeError, match=told):
         extend("tiny", tmp_path / "r", target_length=512, stages=["search"])
 
 

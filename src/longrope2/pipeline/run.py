@@ -307,7 +307,10 @@ def _is_main() -> bool:
 
 def _digest(path: Path) -> str:
     digest = ledger.output_digest(path)
-    assert digest is not None, path
+    if digest is None:
+        raise LongRopeError(
+            f"{path}: removed as soon as it was made", hint="run the same command again: what is missing is made again"
+        )
     return digest
 
 
