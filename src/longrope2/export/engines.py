@@ -52,7 +52,8 @@ class Engine:
         if self.temperature == "forced" and long != forced:
             return f"it always applies an attention factor of {forced:.4f}, not {long:g}: use --fold-temperature"
         if self.temperature == "long" and short != long:
-            return f"it knows one attention factor, and applies {long:g} to short sequences too, not {short:g}"
+            told = f"it knows one attention factor, and applies {long:g} to short sequences too, not {short:g}"
+            return f"{told}: use longrope2.load, or --profile static-long"
         return None
 
 
