@@ -48,7 +48,14 @@ class World:
         """The device of this process."""
         import torch
 
-        return torch.device("cuda", self.local_process) if torch.cuda.is_available() else torch.device("cpu")
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        if self.local_process >= (gpus := torch.cuda.device_count()):
+            raise LongRopeError(
+                f"process {self.local_process + 1} on this machine has no GPU: there are {gpus}",
+                hint=f"start with: torchrun --nproc-per-node {gpus} -m longrope2 …",
+            )
+        return torch.device("cuda", self.local_process)
 
     @property
     def member(self) -> int:
@@ -89,6 +96,9 @@ def world(*, group_size: int = 1) -> Iterator[World]:
     # Objects travel through gloo, which every machine has; a model spread over GPUs talks through NCCL.
     # They stay joined until they end: torchrun's store serves one group of processes in its life.
     if not dist.is_initialized():
+        # Weights are sharded on the current GPU, wherever they were loaded, and that would be the first one for all.
+        if local < torch.cuda.device_count():
+            torch.cuda.set_device(local)
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
         atexit.register(dist.destroy_process_group)
     yield here

@@ -1,0 +1,38 @@
+"""Many processes on one machine: each has a GPU of its own."""
+
+import atexit
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from longrope2.distributed import World, world
+from longrope2.errors import LongRopeError
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """A machine with two of them; the list tells which one became the current one."""
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(dist, "init_process_group", lambda *_: chosen.append("joined"))
+    monkeypatch.setattr(atexit, "register", lambda *_: None)
+    return chosen
+
+
+def test_a_process_works_on_its_own_gpu(gpus, monkeypatch):
+    """FSDP shards on the current one, and all processes would shard on the first."""
+    for name, value in {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with world() as here:
+        assert here.device() == torch.device("cuda", 1)
+    assert gpus == [1, "joined"]
+
+
+def test_more_processes_than_gpus_are_refused(gpus):
+    here = World(process=2, num_processes=3, local_process=2)
+    with pytest.raises(LongRopeError, match="process 3 on this machine has no GPU: there are 2") as caught:
+        here.device()
+    assert "--nproc-per-node 2" in caught.value.hint
