@@ -121,6 +121,20 @@ class TestEveryFamily:
             assert_close(logits(model, tokens), before)
 
 
+def test_tables_are_those_of_float64_however_rows_are_chosen():
+    """Also the attention factor is float64 until the end: a choice by row must not round it earlier."""
+    model = family_model("llama")
+    factors = make_factors(model, long_attention_factor=1.3)
+    positions = torch.arange(4096)[None]
+    angles = positions[0, :, None].double() * torch.tensor(factors.inv_freq(long=True), dtype=torch.float64)
+    expected = torch.cat((angles, angles), dim=-1).cos().mul(1.3).float()
+    with rescaled(model, factors) as rotary:
+        for chosen in (True, torch.tensor([True]), torch.ones(1, 4096, dtype=torch.bool), None):
+            rotary.long_rows = chosen
+            cos, _ = rotary(torch.zeros(1), positions)
+            assert torch.equal(cos[0], expected), chosen
+
+
 def test_transformers_itself_is_wrong_on_a_mixed_batch():
     """Why per-row choice exists: the day this fails, transformers has learnt it."""
     model = family_model("llama")

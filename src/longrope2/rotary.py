@@ -61,12 +61,15 @@ class RescaledRotary(nn.Module):
     @factors.setter
     def factors(self, factors: RescaleFactors) -> None:
         self._factors = factors
-        self._tables: dict[torch.device, Tensor] = {}  # [short, long] frequencies in float64, by device
+        self._tables: dict[torch.device, Tensor] = {}
 
-    def _frequencies(self, device: torch.device) -> Tensor:
+    def _sides(self, device: torch.device) -> Tensor:
+        """[short, long] in float64: the frequencies, and last the attention factor."""
         if device not in self._tables:
-            rows = [self.factors.inv_freq(long=long) for long in (False, True)]
-            self._tables[device] = torch.tensor(rows, dtype=torch.float64, device=device)
+            factors = self.factors
+            short = (*factors.inv_freq(long=False), factors.short_attention_factor)
+            long = (*factors.inv_freq(long=True), factors.long_attention_factor)
+            self._tables[device] = torch.tensor([short, long], dtype=torch.float64, device=device)
         return self._tables[device]
 
     @torch.no_grad()
@@ -81,18 +84,18 @@ class RescaledRotary(nn.Module):
         cos, sin = (angles.cos() * attention_factor).float(), (angles.sin() * attention_factor).float()
         return cos.to(x.dtype), sin.to(x.dtype)
 
-    def _chosen(self, position_ids: Tensor) -> tuple[Tensor, Tensor | float]:
+    def _chosen(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Frequencies and attention factor, broadcastable to [batch, sequence, dims]."""
-        short, long = self._frequencies(position_ids.device)
-        short_scale, long_scale = self.factors.short_attention_factor, self.factors.long_attention_factor
+        short, long = self._sides(position_ids.device)
         rows = self.long_rows
         if isinstance(rows, bool):
-            return (long, long_scale) if rows else (short, short_scale)
-        if rows is None:
-            rows = is_long(position_ids.amax(dim=-1) + 1, self.factors, self.switch_length)
-        rows = rows.to(position_ids.device)
-        rows = rows[:, None, None] if rows.dim() == 1 else rows[..., None]
-        return torch.where(rows, long, short), torch.where(rows, long_scale, short_scale)
+            side = long if rows else short
+        else:
+            if rows is None:
+                rows = is_long(position_ids.amax(dim=-1) + 1, self.factors, self.switch_length)
+            rows = rows.to(position_ids.device)
+            side = torch.where(rows[:, None, None] if rows.dim() == 1 else rows[..., None], long, short)
+        return side[..., :-1], side[..., -1:]
 
 
 @contextmanager
