@@ -61,6 +61,18 @@ def test_a_wrong_kernel_is_found_out():
     assert not kernels.agrees(Corrupt("corrupt", None, grouped=True), heads)
 
 
+@pytest.mark.parametrize("learning", range(3))
+def test_a_kernel_is_chosen_for_training_where_anything_learns(learning, monkeypatch):
+    """Queries may be frozen while keys and values learn."""
+    asked = []
+    monkeypatch.setattr(attention, "choose_kernel", lambda _, *, training: asked.append(training) or TORCH_KERNEL)
+    tensors = [torch.randn(1, 2, 8, 16) for _ in range(3)]
+    causal_attention(*tensors, scale=1.0)
+    tensors[learning].requires_grad_()
+    causal_attention(*tensors, scale=1.0)
+    assert asked == [False, True]
+
+
 def test_key_heads_are_repeated_for_kernels_that_need_it():
     q, k, v = Heads(torch.device("cpu"), torch.float32, 4, 2, 16).random(20)
     plain = Kernel("plain", None, grouped=False)

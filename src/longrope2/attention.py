@@ -48,7 +48,7 @@ def causal_attention(
         # torch aligns is_causal to the first key and knows no window: these need masks, block by block.
         block = max(window, QUERY_BLOCK) if slides and window else QUERY_BLOCK
         return by_blocks(query, key, block, window, _masked(key, value, scale))
-    kernel = choose_kernel(Heads.of(query, key), training=query.requires_grad)
+    kernel = choose_kernel(Heads.of(query, key), training=_learns(query, key, value))
     return kernel(query, key, value, scale, is_causal=True)
 
 
@@ -63,7 +63,7 @@ def packed_attention(
     for row, ends in enumerate(boundaries):
         q, k, v = query[row : row + 1], key[row : row + 1], value[row : row + 1]
         plain = all(option is None for option in options.values())
-        if len(ends) > 2 and plain and q.is_cuda and varlen_agrees(Heads.of(q, k), training=q.requires_grad):
+        if len(ends) > 2 and plain and q.is_cuda and varlen_agrees(Heads.of(q, k), training=_learns(q, k, v)):
             rows.append(varlen_attention(q, k, v, ends, scale))
             continue
         pieces = [
@@ -72,6 +72,11 @@ def packed_attention(
         ]
         rows.append(torch.cat(pieces, dim=2))
     return torch.cat(rows)
+
+
+def _learns(*tensors: Tensor) -> bool:
+    """Whether gradients will flow; where W_q is frozen, and all before it, they do through keys and values alone."""
+    return any(tensor.requires_grad for tensor in tensors)
 
 
 def _masked(key: Tensor, value: Tensor, scale: float) -> Callable[[Tensor, int, int, Tensor], Tensor]:

@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from conftest import FAMILY_OPTIONS, family_model
 from longrope2 import perplexity
 from longrope2.data.loader import IGNORED_LABEL
+from longrope2.training.loss import loss_in_pieces
 from longrope2.training.mixed import ATTENTION_OPERATIONS, Batch, mixed_window
 from test_rotary import make_factors, through_transformers
 
@@ -103,6 +104,17 @@ def test_gradients_are_those_of_documents_alone(family, recompute, pieces_of_log
     assert loss.item() == pytest.approx((total + long_loss).item(), rel=1e-4)
     for name, gradient in ours.items():
         assert_close(gradient, expected[name] + expected_long[name], tolerance=1e-3)
+
+
+def test_a_frozen_head_takes_no_memory_for_gradients():
+    """It has a row for every token of the vocabulary, and LoRA freezes it."""
+    hidden, head = torch.randn(6, 8, requires_grad=True), torch.randn(11, 8)
+    labels = torch.arange(6)
+    loss = loss_in_pieces(lambda piece: piece @ head.T, hidden, labels, [head])
+    _, kept = loss.grad_fn.saved_tensors
+    assert kept is None
+    expected = torch.autograd.grad(F.cross_entropy(hidden @ head.T, labels, reduction="sum"), hidden)
+    assert_close(torch.autograd.grad(loss, hidden)[0], expected[0])
 
 
 class Counter(TorchDispatchMode):

@@ -45,7 +45,11 @@ class _LossInPieces(torch.autograd.Function):
         *parameters: Tensor,
     ) -> Tensor:
         wanted = ctx.needs_input_grad[3:]
-        gradients = [torch.zeros_like(x, dtype=torch.float32) for x in parameters]
+        # None for a head that is frozen, as with LoRA: its gradient would take as much memory as itself in float32.
+        gradients = [
+            torch.zeros_like(x, dtype=torch.float32) if is_wanted else None
+            for x, is_wanted in zip(parameters, wanted[1:], strict=True)
+        ]
         hidden_gradient = torch.empty_like(hidden)
         total = hidden.new_zeros((), dtype=torch.float32)
         for begin in range(0, len(labels), LOGIT_ROWS):
@@ -58,10 +62,11 @@ class _LossInPieces(torch.autograd.Function):
             found = iter(torch.autograd.grad(piece, leaves) if leaves else ())
             if wanted[0]:
                 hidden_gradient[rows] = next(found)
-            for gradient, is_wanted in zip(gradients, wanted[1:], strict=True):
-                if is_wanted:
+            for gradient in gradients:
+                if gradient is not None:
                     gradient += next(found)
-        ctx.save_for_backward(hidden_gradient, *(g.to(p.dtype) for g, p in zip(gradients, parameters, strict=True)))
+        cast = (None if g is None else g.to(p.dtype) for g, p in zip(gradients, parameters, strict=True))
+        ctx.save_for_backward(hidden_gradient, *cast)
         return total
 
     @staticmethod
