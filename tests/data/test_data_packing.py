@@ -342,6 +342,7 @@ def test_apportioning_is_exact_and_fair(rows, quotas):
         ({"buckets": (Bucket(above=32, up_to=20, quota=1),)}, "must end above its start, got 32 to 20"),
         ({"buckets": (Bucket(up_to=16, quota=1), Bucket(above=8, up_to=12, quota=1))}, "starts before the previous"),
         ({"buckets": (Bucket(up_to=8, quota=1), Bucket(up_to=8, quota=1))}, "two buckets are called '1-8'"),
+        ({"buckets": (Bucket(up_to=2, quota=1),)}, "bucket 1-2: the last one must reach 8 tokens, got 2"),
     ],
 )  # fmt: skip
 def test_wrong_configurations_are_refused(options, message):

@@ -13,6 +13,8 @@ OverLong = Literal["cut", "drop"]
 # The paper's edges, 100k and 200k, for its window of 128k; other windows get the same proportions.
 MIDDLE_EDGE = 100 / 128
 TOP_EDGE = 200 / 128
+SHORTEST = 8
+"""Tokens that have room for BOS, EOS and some of a document."""
 MOST_ROWS = 10**8
 """More than any training takes, and than memory holds."""
 
@@ -79,8 +81,8 @@ class PlanConfig:
     def problems(self) -> list[str]:
         """What is wrong with it, in words."""
         found = []
-        if self.original_length < 8:
-            found.append(f"original_length must be at least 8, got {self.original_length}")
+        if self.original_length < SHORTEST:
+            found.append(f"original_length must be at least {SHORTEST}, got {self.original_length}")
         if self.target_length <= self.original_length:
             found.append(
                 f"target_length must be above the trained window of {self.original_length:,}, "
@@ -116,6 +118,8 @@ class PlanConfig:
             if bucket.above < end:
                 found.append(f"{subject}: starts before the previous one ends, at {end:,}")
             end = max(end, bucket.up_to)
+        if end < SHORTEST:  # longer documents are cut into pieces of the last one's size
+            found.append(f"bucket {self.buckets[-1].label}: the last one must reach {SHORTEST} tokens, got {end}")
         labels = [bucket.label for bucket in self.buckets]
         found += [f"two buckets are called {label!r}" for label in sorted(set(labels)) if labels.count(label) > 1]
         return found
