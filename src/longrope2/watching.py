@@ -179,7 +179,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def run_watch(folder: Path, *, once: bool, every: float) -> None:
-    """`longrope2 watch`: print the view, or keep it up to date until everything is done."""
+    """`longrope2 watch`: print the view, or keep it up to date until the run ends."""
     from rich.console import Console
     from rich.live import Live
 
@@ -194,10 +194,10 @@ def run_watch(folder: Path, *, once: bool, every: float) -> None:
         return
     try:
         with Live(_table(folder, views), console=console, auto_refresh=False) as live:
-            while any(view.state == "running" for view in views):
+            while ledger.is_at_work(folder):  # also between two steps, where none is running
                 time.sleep(every)
-                views = look(folder)
-                live.update(_table(folder, views), refresh=True)
+                live.update(_table(folder, look(folder)), refresh=True)
+            live.update(_table(folder, look(folder)), refresh=True)  # how it ended
     except KeyboardInterrupt:
         return  # the usual way to leave
 

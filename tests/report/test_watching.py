@@ -1,6 +1,7 @@
 """`longrope2 watch` reads the state of a run from its files, whoever is at work there."""
 
 import json
+from contextlib import ExitStack
 
 import pytest
 from report_samples import make_run
@@ -83,6 +84,22 @@ def test_following_ends_with_the_run(tmp_path, capsys):
     make_run(tmp_path / "run")
     cli.main(["watch", str(tmp_path / "run"), "--every", "0.01"], standalone_mode=False)
     assert "report" in capsys.readouterr().out
+
+
+def test_following_goes_on_between_two_steps(tmp_path, monkeypatch):
+    folder = make_run(tmp_path / "run", stages=("search",))  # done, and the next one not yet begun
+    naps = []
+    with ExitStack() as run:
+        run.enter_context(only_one(folder))
+
+        def sleep(seconds):
+            naps.append(seconds)
+            if len(naps) == 3:
+                run.close()
+
+        monkeypatch.setattr("time.sleep", sleep)
+        cli.main(["watch", str(folder), "--every", "0.01"], standalone_mode=False)
+    assert naps == [0.01] * 3
 
 
 def test_the_best_candidate_is_none_of_the_closed_forms(tmp_path):
