@@ -79,7 +79,7 @@ class Scorer:
         scores = []
         for row, start in enumerate(answer_starts):
             answer = tokens[row, start:]
-            scores.append(_score(logits[row, -len(answer) - 1 : -1], answer))
+            scores.append(score_tokens(logits[row, -len(answer) - 1 : -1], answer))
         return scores
 
     def _plain(self, tokens: Tensor) -> Score:
@@ -89,7 +89,7 @@ class Scorer:
         for begin in range(0, hidden.shape[1], LOGIT_ROWS):
             piece = hidden[:, begin : begin + LOGIT_ROWS]
             logits = head_logits(self._model, piece)[0]
-            pieces.append(_score(logits, tokens[1 + begin : 1 + begin + logits.shape[0]]))
+            pieces.append(score_tokens(logits, tokens[1 + begin : 1 + begin + logits.shape[0]]))
         return total(pieces)
 
 
@@ -149,7 +149,8 @@ def compiled_layer(layer: Any) -> Iterator[None]:
         layer._compiled_call_impl = None
 
 
-def _score(logits: Tensor, tokens: Tensor) -> Score:
+def score_tokens(logits: Tensor, tokens: Tensor) -> Score:
+    """Tokens [N] given the logits [N, V] that predict them."""
     logits = logits.float()
     nll = F.cross_entropy(logits, tokens, reduction="sum").double().item()
     exact = bool((logits.argmax(-1) == tokens).all().item())

@@ -1,13 +1,11 @@
 """A live model that answers prompts and scores texts in batches, each row on its side of the switch."""
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from longrope2.attention import our_attention
@@ -16,7 +14,7 @@ from longrope2.evaluation.decoding import RowsCache, one_token_each, rows_attent
 from longrope2.evaluation.samples import cut_at_stop, digest
 from longrope2.generation.run import Switch
 from longrope2.models import cached_values
-from longrope2.perplexity import LOGIT_ROWS, Score, head_logits, total
+from longrope2.perplexity import LOGIT_ROWS, Score, head_logits, score_tokens, total
 
 # Of the memory that is free once the weights are loaded, the rest being for activations.
 CACHE_SHARE = 0.5
@@ -113,10 +111,8 @@ class TorchBackend:
         for begin in range(span.start, len(tokens), LOGIT_ROWS):
             expected = tokens[begin : begin + LOGIT_ROWS]
             # The state that predicts a token stands one position before it.
-            logits = head_logits(self.model, hidden[None, begin - 1 : begin - 1 + len(expected)])[0].float()
-            nll = F.cross_entropy(logits, expected, reduction="sum").double().item()
-            exact = bool((logits.argmax(-1) == expected).all().item())
-            pieces.append(Score(nll if math.isfinite(nll) else math.inf, len(expected), exact))
+            logits = head_logits(self.model, hidden[None, begin - 1 : begin - 1 + len(expected)])[0]
+            pieces.append(score_tokens(logits, expected))
         return total(pieces)
 
     def _decode(self, prompts: Sequence[Prompt]) -> list[list[int]]:

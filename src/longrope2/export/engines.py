@@ -140,7 +140,7 @@ def guidance(factors: RescaleFactors, family: str, where: str, format: Format) -
         (
             "vLLM",
             f"vllm serve {where} --max-model-len {factors.target_length}",
-            always if static else f"long factors in every sequence, up to {target} tokens",
+            always,
         ),
     ]
     if not static:

@@ -9,6 +9,7 @@ from typing import Any
 
 from longrope2 import ledger
 from longrope2.console import warn
+from longrope2.data.corpus import open_corpus
 from longrope2.data.plan import read_plan
 from longrope2.data.plan_command import parse_tokens, run_plan
 from longrope2.data.recall import RecallConfig, write_recall
@@ -328,8 +329,6 @@ def _report(setting: Setting) -> None:
 
 def plan_is_usable(setting: Setting, *, whole: bool) -> bool:
     """Whether the tokenised sources of the plan are still in the cache; `whole` also reads every byte of them."""
-    from longrope2.data.corpus import open_corpus
-
     try:
         keys = read_plan(setting.folder / ledger.PLAN).corpus_keys
         corpora = [open_corpus(key, setting.cache) for key in keys]
