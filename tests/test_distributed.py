@@ -1,6 +1,10 @@
-"""Many processes on one machine: each has a GPU of its own."""
+"""Many processes on one machine: each has a GPU of its own, and they wait for each other."""
 
 import atexit
+import os
+import socket
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -8,6 +12,20 @@ import torch.distributed as dist
 
 from longrope2.distributed import World, world
 from longrope2.errors import LongRopeError
+
+SCRIPT = """
+import time
+from datetime import timedelta
+from torch.distributed import distributed_c10d
+from longrope2.distributed import world
+
+distributed_c10d.default_pg_timeout = timedelta(seconds=1)
+with world() as here:
+    here.gather_all(None)
+    if here.is_main:
+        time.sleep(3)
+    assert here.gather_all(here.process) == [0, 1]
+"""
 
 
 @pytest.fixture
@@ -18,6 +36,7 @@ def gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     monkeypatch.setattr(dist, "init_process_group", lambda *_: chosen.append("joined"))
+    monkeypatch.setattr(dist, "new_group", lambda **_: None)
     monkeypatch.setattr(atexit, "register", lambda *_: None)
     return chosen
 
@@ -36,3 +55,21 @@ def test_more_processes_than_gpus_are_refused(gpus):
     with pytest.raises(LongRopeError, match="process 3 on this machine has no GPU: there are 2") as caught:
         here.device()
     assert "--nproc-per-node 2" in caught.value.hint
+
+
+def test_processes_wait_for_one_that_works_alone():
+    """Sources are tokenised by one of them, for longer than torch would wait."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    together = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT], stderr=subprocess.PIPE, text=True,
+            env={**os.environ, **together, "RANK": rank, "LOCAL_RANK": rank},
+        )
+        for rank in ("0", "1")
+    ]  # fmt: skip
+    for worker in workers:
+        _, told = worker.communicate(timeout=120)
+        assert worker.returncode == 0, told

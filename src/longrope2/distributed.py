@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from longrope2.errors import LongRopeError
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
 
 PATIENCE = 5.0
 """Seconds in which torchrun has ended the other processes for certain, once one has failed."""
+WAITING = timedelta(days=7)
+"""For a process that works alone: tokenising may take hours, and torch would give up after half an hour."""
+_objects: Any = None  # the group of all processes through which they wait so long
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +77,7 @@ class World:
         import torch.distributed as dist
 
         values: list[Any] = [None] * self.num_processes
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=_objects)
         return values
 
 
@@ -93,6 +97,7 @@ def world(*, group_size: int = 1) -> Iterator[World]:
     import torch
     import torch.distributed as dist
 
+    global _objects
     # Objects travel through gloo, which every machine has; a model spread over GPUs talks through NCCL.
     # They stay joined until they end: torchrun's store serves one group of processes in its life.
     if not dist.is_initialized():
@@ -100,6 +105,7 @@ def world(*, group_size: int = 1) -> Iterator[World]:
         if local < torch.cuda.device_count():
             torch.cuda.set_device(local)
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        _objects = dist.new_group(backend="gloo", timeout=WAITING)
         atexit.register(dist.destroy_process_group)
     yield here
 
