@@ -161,8 +161,8 @@ def _data(setting: Setting, _: Step, shape: Shape, machine: Machine) -> Needs:
     )
 
 
-def _work(setting: Setting, *, is_planned: bool) -> tuple[Work | None, dict[str, Any]]:
-    """What training has to go through, from the plan if there is one that stays, and the resolved options."""
+def _work(setting: Setting, *, is_planned: bool) -> Work | None:
+    """What training has to go through, from the plan if there is one that stays; None where nobody can know yet."""
     recipe, path = setting.recipe, setting.folder / ledger.PLAN
     try:
         plan = read_plan(path) if is_planned and path.exists() else None
@@ -170,19 +170,17 @@ def _work(setting: Setting, *, is_planned: bool) -> tuple[Work | None, dict[str,
         plan = None  # damaged, and made again
     rows = len(plan) if plan else planned_rows(recipe)
     if rows is None and "steps" not in recipe.train:
-        return None, recipe.train
+        return None
     config = resolve(rows, groups=1, **recipe.train)
     batch, steps = config.train.batch_rows, config.train.steps
     if plan:
-        return planned_work(plan, rows=batch, steps=steps, long_row_mask=config.long_row_mask), recipe.train
+        return planned_work(plan, rows=batch, steps=steps, long_row_mask=config.long_row_mask)
     original = setting.info.rope.original_length
-    return assumed_work(
-        original_length=original, target_length=recipe.target_length, rows=batch, steps=steps
-    ), recipe.train
+    return assumed_work(original_length=original, target_length=recipe.target_length, rows=batch, steps=steps)
 
 
 def _train(setting: Setting, _: Step, shape: Shape, machine: Machine, *, is_planned: bool) -> Needs:
-    work, options = _work(setting, is_planned=is_planned)
+    work, options = _work(setting, is_planned=is_planned), setting.recipe.train
     saved = PRECISION_BYTES[options.get("save_dtype", "bfloat16")] * shape.parameters
     disk = STATE_BYTES * shape.trained * (options.get("keep", 2) + 1) + saved
     if work is None or work.steps is None:
