@@ -60,11 +60,13 @@ def sweep(folder: Path) -> None:
 def atomic_folder(folder: Path) -> Iterator[Path]:
     """Yield a folder beside `folder`; it takes the final name, and the old one goes, only if the block succeeds.
 
-    What a kill has left of an earlier one is swept away.
+    What a kill has left of an earlier one is swept away. A link stays one: what it points to is replaced.
     """
+    folder = folder.resolve()
     temporary, replaced = (folder.with_name(f".{folder.name}.{state}") for state in ("partial", "replaced"))
     with only_one(temporary, "another process is writing it", hint="wait for it, or name another place"):
         try:
+            _bring_back(folder, replaced)
             shutil.rmtree(replaced, ignore_errors=True)
             for left in temporary.iterdir():
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
@@ -78,8 +80,15 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
             temporary.rename(folder)
             shutil.rmtree(replaced, ignore_errors=True)
         except BaseException:
+            _bring_back(folder, replaced)
             shutil.rmtree(temporary, ignore_errors=True)
             raise
+
+
+def _bring_back(folder: Path, replaced: Path) -> None:
+    """Give a folder its name again if somebody was stopped between taking it away and putting the new one there."""
+    if replaced.exists() and not folder.exists():
+        replaced.rename(folder)
 
 
 def umask() -> int:

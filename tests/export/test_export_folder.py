@@ -2,12 +2,14 @@
 
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 from collections import namedtuple
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -325,9 +327,42 @@ class TestOutput:
         usage = namedtuple("usage", "total used free")
         monkeypatch.setattr(output.shutil, "disk_usage", lambda _: usage(1 << 40, 1 << 40, 70 << 20))
         place = tmp_path / ("e" if format == "huggingface" else "e.gguf")
-        with pytest.raises(LongRopeError, match=r"needs 0.0 GB, and 0.1 GB are free there"):
+        with pytest.raises(LongRopeError, match=r"needs 7\d MB, and 73 MB are free there"):
             export("tiny", place, factors=tiny_factors(), format=format)
         assert list(tmp_path.iterdir()) == []
+
+    @pytest.mark.parametrize("format", ["huggingface", "gguf"])
+    def test_room_that_ends_on_the_way(self, tmp_path, format):
+        """A quota, or what others write meanwhile; here a limit on files, whose error has another number."""
+        place = tmp_path / ("e" if format == "huggingface" else "e.gguf")
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, limits[1]))
+        try:
+            with pytest.raises(LongRopeError, match=r"cannot be written \(.*\)\nhint: make room"):
+                export("tiny", place, factors=tiny_factors(), format=format)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_link_stays_one(self, tmp_path):
+        (tmp_path / "link").symlink_to("disk/e")
+        for force in (False, True, True):
+            export("tiny", tmp_path / "link", factors=tiny_factors(), force=force)
+            assert (tmp_path / "link").is_symlink()
+            assert sorted(file.name for file in tmp_path.iterdir()) == ["disk", "link"]
+            assert [file.name for file in (tmp_path / "disk").iterdir()] == ["e"]
+
+    def test_a_folder_that_cannot_be_replaced_as_a_whole(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        for place in (Path(), Path("e", "..")):
+            (tmp_path / "e").mkdir(exist_ok=True)
+            with pytest.raises(LongRopeError, match="the folder that you are in"):
+                export("tiny", place, factors=tiny_factors())
+            (tmp_path / "e").rmdir()
+        (tmp_path / "e").mkdir()
+        monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "e")
+        with pytest.raises(LongRopeError, match=r"e is a mount point.*\nhint: name a folder in it, such as -o .*model"):
+            export("tiny", tmp_path / "e", factors=tiny_factors())
 
     def test_failures_leave_nothing(self, tmp_path, monkeypatch):
         def fails(*_):
@@ -371,6 +406,28 @@ class TestOutput:
         assert (tmp_path / "e" / "templates" / "tools.jinja").read_text() == "inside"
         files = [file for file in (tmp_path / "e").rglob("*") if file.is_file()]
         assert sorted(file.stat().st_ino for file in files) == sorted(synced)
+
+    def test_stopped_between_the_old_folder_and_the_new_one(self, tmp_path, monkeypatch):
+        folder, aside = tmp_path / "e", tmp_path / ".e.replaced"
+        folder.mkdir()
+        (folder / "config.json").write_text("old")
+        rename = Path.rename
+
+        def interrupted(path, target):
+            rename(path, target)
+            if target == aside:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(Path, "rename", interrupted)
+        with pytest.raises(KeyboardInterrupt), atomic_folder(folder):
+            pass
+        monkeypatch.undo()
+        assert [file.name for file in tmp_path.iterdir()] == ["e"]
+        folder.rename(aside)  # as a kill leaves it
+        with pytest.raises(KeyboardInterrupt), atomic_folder(folder):
+            raise KeyboardInterrupt
+        assert [file.name for file in tmp_path.iterdir()] == ["e"]
+        assert (folder / "config.json").read_text() == "old"
 
 
 class TestSources:

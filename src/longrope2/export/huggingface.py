@@ -44,7 +44,7 @@ def write_folder(
 ) -> None:
     """Write the export; `change` is applied to every tensor on its way to its own of `dtypes`, `dtype` being most."""
     sizes = {name: tensor.num_values * dtypes[name].itemsize for name, tensor in source.tensors.items()}
-    check_room(output, sum(sizes.values()))
+    check_room(output.resolve(), sum(sizes.values()))
     with atomic_folder(output) as folder:
         write_json(folder / "config.json", serving_config(source.config, factors, dtype=dtype))
         factors.save(folder / FACTORS_FILE)

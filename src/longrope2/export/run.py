@@ -17,7 +17,7 @@ from longrope2.export.fold import QueryScale
 from longrope2.export.gguf import PRECISIONS as GGUF_PRECISIONS
 from longrope2.export.gguf import card_path, check_architecture, is_exported_file, write_file
 from longrope2.export.huggingface import is_exported_folder, write_folder
-from longrope2.export.output import check_output
+from longrope2.export.output import check_output, room_ends
 from longrope2.export.weights import SourceModel
 from longrope2.factors import RescaleFactors
 from longrope2.files import package_versions
@@ -71,12 +71,13 @@ def export(
         source_card=_source_card(source),
         results=known_results,
     )
-    if format == "gguf":
-        write_file(source, exported, output, dtype=precision, change=change, card=text)
-    else:
-        # A tensor of another precision than most keeps it, unless one is asked for.
-        dtypes = {name: PRECISIONS[dtype or _precision(tensor.dtype)] for name, tensor in source.tensors.items()}
-        write_folder(source, exported, output, dtype=precision, dtypes=dtypes, change=change, card=text)
+    with room_ends(output):
+        if format == "gguf":
+            write_file(source, exported, output, dtype=precision, change=change, card=text)
+        else:
+            # A tensor of another precision than most keeps it, unless one is asked for.
+            dtypes = {name: PRECISIONS[dtype or _precision(tensor.dtype)] for name, tensor in source.tensors.items()}
+            write_folder(source, exported, output, dtype=precision, dtypes=dtypes, change=change, card=text)
     for engine in ENGINES.values():
         fault = engine.fault(exported, source.info.reading.family)
         if engine.format == format and fault:
