@@ -1,5 +1,6 @@
 """The command line as a user meets it: real processes, wrong inputs, exit codes."""
 
+import errno
 import json
 import os
 import shutil
@@ -215,6 +216,8 @@ def test_a_full_disk_is_one_message_wherever_it_is_met(monkeypatch, capsys):
     assert capsys.readouterr().err == told
     assert failing_main(monkeypatch, IsADirectoryError(21, "Is a directory", "f.json")) == 2
     assert "'f.json'\nhint: check that path" in capsys.readouterr().err
+    assert failing_main(monkeypatch, OSError(errno.ENAMETOOLONG, "File name too long", "f" * 300)) == 2
+    assert "hint: check that path: no name in it may be that long" in capsys.readouterr().err
     with pytest.raises(PermissionError):
         failing_main(monkeypatch, PermissionError(13, "Permission denied"))
 

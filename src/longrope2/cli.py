@@ -713,6 +713,8 @@ def _mending(error: OSError) -> str | None:
     """What the user can do about an error of the system; None for one that is ours."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "free some space and run the same command again"
+    if error.filename is not None and error.errno == errno.ENAMETOOLONG:
+        return "check that path: no name in it may be that long"
     if error.filename is not None and error.errno in (errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EROFS):
         return "check that path: whether it is a file or a folder, and its permissions"
     return None

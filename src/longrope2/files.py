@@ -62,7 +62,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
     What a kill has left of an earlier one is swept away. A link stays one: what it points to is replaced.
     """
-    folder = folder.resolve()
+    folder = Path(os.path.realpath(folder))  # where resolve raises an error of its own for links in a circle
     temporary, replaced = (folder.with_name(f".{folder.name}.{state}") for state in ("partial", "replaced"))
     with only_one(temporary, "another process is writing it", hint="wait for it, or name another place"):
         try:

@@ -321,6 +321,10 @@ class TestOutput:
         with pytest.raises(LongRopeError, match="is the model itself"):
             export(str(tmp_path / "source"), tmp_path / "source", factors=tiny_factors(), force=True)
         assert (tmp_path / "source" / "README.md").read_bytes() == (TINY / "README.md").read_bytes()
+        export("tiny", tmp_path / "e", factors=tiny_factors())
+        (tmp_path / "source").rename(tmp_path / "e" / "source")
+        with pytest.raises(LongRopeError, match="is the model itself, or holds it"):
+            export(str(tmp_path / "e" / "source"), tmp_path / "e", factors=tiny_factors(), force=True)
 
     @pytest.mark.parametrize("format", ["huggingface", "gguf"])
     def test_no_room_is_known_before_writing(self, tmp_path, monkeypatch, format):

@@ -1,6 +1,7 @@
 """A plain transformers folder: config for every engine, sharded safetensors, tokenizer, factors, card."""
 
 import json
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -44,7 +45,7 @@ def write_folder(
 ) -> None:
     """Write the export; `change` is applied to every tensor on its way to its own of `dtypes`, `dtype` being most."""
     sizes = {name: tensor.num_values * dtypes[name].itemsize for name, tensor in source.tensors.items()}
-    check_room(output.resolve(), sum(sizes.values()))
+    check_room(Path(os.path.realpath(output)), sum(sizes.values()))
     with atomic_folder(output) as folder:
         write_json(folder / "config.json", serving_config(source.config, factors, dtype=dtype))
         factors.save(folder / FACTORS_FILE)

@@ -13,8 +13,8 @@ MARGIN = 64 << 20
 
 def check_output(output: Path, *, source: str, force: bool, is_folder: bool, is_ours: Callable[[Path], bool]) -> None:
     """Raise unless `output` may be written: it is free, or an earlier export and `force` is given."""
-    if output.exists() and Path(source).exists() and output.resolve() == Path(source).resolve():
-        raise LongRopeError(f"{output} is the model itself", hint="write the export to another place")
+    if output.exists() and Path(source).exists() and Path(source).resolve().is_relative_to(output.resolve()):
+        raise LongRopeError(f"{output} is the model itself, or holds it", hint="write the export to another place")
     if is_folder and output.is_dir() and (output.is_mount() or Path.cwd().is_relative_to(output.resolve())):
         raise LongRopeError(
             f"{output} is a mount point, or the folder that you are in: it cannot be replaced as a whole",
