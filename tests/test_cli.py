@@ -198,6 +198,15 @@ def test_no_colour_codes_in_pipes(model):
     assert "\x1b[" not in result.stdout + result.stderr
 
 
+def test_a_stream_without_some_characters_or_closed(model, monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    assert "16\\xd7" in run("inspect", model).stdout  # 16×
+    for arguments, closed, code in (("inspect tiny", ">&-", 0), ("generate tiny -", "<&-", 2)):
+        command = f'"$0" -m longrope2 {arguments} {closed}'
+        result = subprocess.run(["sh", "-c", command, sys.executable], capture_output=True, text=True, check=False)
+        assert (result.returncode, "Traceback" in result.stderr) == (code, False), result.stderr
+
+
 def failing_main(monkeypatch, error):
     def fail(**_):
         raise error

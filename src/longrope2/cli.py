@@ -4,6 +4,8 @@ Nothing heavy is imported until a command runs, so `--help` answers at once.
 """
 
 import errno
+import io
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -682,6 +684,7 @@ def main() -> None:
     """Run the command line; anything the user can mend becomes one message and exit code 2."""
     keep_freed_memory()
     threading.excepthook = _thread_failed
+    _prepare_streams()
     try:
         sys.exit(cli.main(standalone_mode=False))
     except (click.Abort, KeyboardInterrupt) as error:
@@ -701,6 +704,15 @@ def main() -> None:
             raise
         _tell(f"{error}\nhint: {hint}")
         sys.exit(2)
+
+
+def _prepare_streams() -> None:
+    """Let no text end a command: not where a stream is closed, as a daemon's are, nor where it lacks a character."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # opened in this order, each gets its own number back
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115 - for good
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr is
 
 
 def _thread_failed(failure: threading.ExceptHookArgs) -> None:
