@@ -137,11 +137,7 @@ def guidance(factors: RescaleFactors, family: str, where: str, format: Format) -
             else f"short up to {original} tokens, long beyond, for a prompt run at once; wrong when a cache crosses "
             f"{original} tokens while generating, when short and long rows share a batch, and in chunked prefill",
         ),
-        (
-            "vLLM",
-            f"vllm serve {where} --max-model-len {factors.target_length}",
-            always,
-        ),
+        ("vLLM", f"vllm serve {where} --max-model-len {factors.target_length}", always),
     ]
     if not static:
         rows.append(("vLLM", f"vllm serve {where}", f"short factors, window of {original} tokens"))
