@@ -259,6 +259,9 @@ class TestEngines:
         assert LLAMA_CPP.fault(factors, "llama") is VLLM.fault(factors, "llama") is None
         advice = {name: text for name, _, text in guidance(static, "llama", "m", "huggingface")}
         assert advice["TGI"].startswith("do not")
+        assert "5.20" not in advice["transformers"]
+        advice = {name: text for name, _, text in guidance(static, "gemma3_text", "m", "huggingface")}
+        assert "not with 5.17 to 5.20" in advice["transformers"]
         plain = profiled(tiny_factors(), "static-long")
         assert "long factors" in {name: text for name, _, text in guidance(plain, "llama", "m", "huggingface")}["TGI"]
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -185,7 +186,7 @@ def test_a_search_writes_factors_history_summary_and_figures(reference, tiny):
     assert factors.short == (1.0,) * 32
     assert factors.critical_dimension in range(5, 14)
     assert factors.provenance["model"] == "tiny"
-    assert factors.provenance["versions"]["torch"] == torch.__version__
+    assert factors.provenance["versions"]["torch"] == version("torch")
     assert factors.provenance["config"]["evolution"] == {
         **SCHEDULE, "race": "statistical", "race_confidence": 1.0, "seed": 0
     }  # fmt: skip
