@@ -4,7 +4,7 @@ The only place that knows; the model card, `verify` and its expectations all com
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from longrope2.export.config import forced_temperature, profile_of
@@ -33,6 +33,8 @@ class Engine:
     """Those it runs with the factors, found by trying each."""
     static_families: tuple[str, ...] = ()
     """Those it runs rightly when both sides are the same."""
+    remarks: Mapping[str, str] = field(default_factory=dict)
+    """By family, what else to know of it there."""
 
     def is_long(self, factors: RescaleFactors, *, length: int, capacity: int | None) -> bool:
         """Whether it runs a sequence of that length with the long factors."""
@@ -56,6 +58,12 @@ class Engine:
             return f"{told}: use longrope2.load, or --profile static-long"
         return None
 
+    def notes(self, factors: RescaleFactors, family: str) -> list[str]:
+        """What the model card adds to its row."""
+        fault = self.fault(factors, family)
+        found = [self.remarks.get(family), fault and f"but {fault}"]
+        return [note for note in found if note]
+
 
 TRANSFORMERS = Engine(
     name="transformers",
@@ -63,6 +71,7 @@ TRANSFORMERS = Engine(
     packages={"transformers": "pip install transformers"},
     chooses="length",
     temperature="long",
+    remarks={"gemma3_text": "not with 5.17 to 5.20, which stop in an error"},
 )
 VLLM = Engine(
     name="vllm",
@@ -123,12 +132,6 @@ def guidance(factors: RescaleFactors, family: str, where: str, format: Format) -
     original, target = f"{factors.original_length:,}", f"{factors.target_length:,}"
     static = profile_of(factors) == "static-long"
     always = f"long factors in every sequence, up to {target} tokens"
-    at_once = (
-        always
-        if static
-        else f"short up to {original} tokens, long beyond, for a prompt run at once; wrong when a cache crosses "
-        f"{original} tokens while generating, when short and long rows share a batch, and in chunked prefill"
-    )
     rows = [
         (
             "longrope2",
@@ -138,7 +141,10 @@ def guidance(factors: RescaleFactors, family: str, where: str, format: Format) -
         (
             "transformers",
             f'AutoModelForCausalLM.from_pretrained("{where}")',
-            f"{at_once}; not with 5.17 to 5.20, which stop in an error" if family == "gemma3_text" else at_once,
+            always
+            if static
+            else f"short up to {original} tokens, long beyond, for a prompt run at once; wrong when a cache crosses "
+            f"{original} tokens while generating, when short and long rows share a batch, and in chunked prefill",
         ),
         ("vLLM", f"vllm serve {where} --max-model-len {factors.target_length}", always),
     ]
@@ -154,10 +160,8 @@ def guidance(factors: RescaleFactors, family: str, where: str, format: Format) -
         ("mlx-lm", f"mlx_lm.generate --model {where} --prompt ...", "long factors in every sequence"),
     ]
     tried = {"transformers": TRANSFORMERS, "vLLM": VLLM, "mlx-lm": MLX}
-    faults = {name: engine.fault(factors, family) for name, engine in tried.items()}
-    return [
-        (name, command, f"{text}; but {faults[name]}" if faults.get(name) else text) for name, command, text in rows
-    ]
+    notes = {name: engine.notes(factors, family) for name, engine in tried.items()}
+    return [(name, command, "; ".join([text, *notes.get(name, ())])) for name, command, text in rows]
 
 
 def _tgi(factors: RescaleFactors, *, static: bool) -> str:
