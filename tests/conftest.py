@@ -1,8 +1,11 @@
-"""Shared fixtures: one tiny random model per family, and published facts."""
+"""Shared fixtures: one tiny random model per family, published facts, and processes as torchrun starts them."""
 
 import json
 import os
 import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -93,6 +96,33 @@ def family_model(family: str, rope: dict[str, Any] | None = None, **overrides: A
     torch.manual_seed(0)
     config = family_config(family, rope, **overrides)
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+def as_torchrun() -> list[dict[str, str]]:
+    """What torchrun tells each of two workers in its environment."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    together = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return [{**together, "RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
+
+
+def run_together(script: str, *arguments: str, timeout: int) -> None:
+    """Run a script in two processes of one thread each, as torchrun would start them, to a good end."""
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, *arguments], stderr=subprocess.PIPE, text=True,
+            env={**os.environ, **told, "OMP_NUM_THREADS": "1"},
+        )
+        for told in as_torchrun()
+    ]  # fmt: skip
+    try:
+        for worker in workers:
+            _, errors = worker.communicate(timeout=timeout)
+            assert worker.returncode == 0, errors[-3000:]
+    finally:
+        for worker in workers:
+            worker.kill()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,15 +1,12 @@
 """Many processes on one machine: each has a GPU of its own, and they wait for each other."""
 
 import atexit
-import os
-import socket
-import subprocess
-import sys
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from conftest import run_together
 from longrope2.distributed import World, world
 from longrope2.errors import LongRopeError
 
@@ -59,17 +56,4 @@ def test_more_processes_than_gpus_are_refused(gpus):
 
 def test_processes_wait_for_one_that_works_alone():
     """Sources are tokenised by one of them, for longer than torch would wait."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    together = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT], stderr=subprocess.PIPE, text=True,
-            env={**os.environ, **together, "RANK": rank, "LOCAL_RANK": rank},
-        )
-        for rank in ("0", "1")
-    ]  # fmt: skip
-    for worker in workers:
-        _, told = worker.communicate(timeout=120)
-        assert worker.returncode == 0, told
+    run_together(SCRIPT, timeout=120)

@@ -5,7 +5,6 @@ import math
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ import time
 import pytest
 import torch
 
+from conftest import as_torchrun
 from longrope2.cli import main
 from longrope2.distributed import World
 from longrope2.errors import DataError
@@ -301,12 +301,7 @@ def test_a_model_that_was_moved_is_the_same_model(reference, tmp_path):
 
 
 def test_two_processes_give_the_same_scores(reference, tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    # What torchrun tells its workers.
-    together = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    workers = [start(tmp_path, RANK=rank, LOCAL_RANK=rank, **together) for rank in ("0", "1")]
+    workers = [start(tmp_path, **told) for told in as_torchrun()]
     for code, error in [finish(worker) for worker in workers]:
         assert code == 0, error
     same_results(tmp_path, reference)

@@ -1,18 +1,14 @@
 """One process, two with sharded weights, two that share rows: the same loss curve and the same weights."""
 
 import json
-import os
 import shutil
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from test_training_loop import ALONE, row
 
-from conftest import family_model
+from conftest import family_model, run_together
 from longrope2.distributed import World
 from longrope2.errors import LongRopeError
 from longrope2.training.loop import TrainConfig, train
@@ -46,27 +42,9 @@ def run_here(folder, family="llama", here=ALONE):
     return [(r.step, r.loss, r.gradient_norm, r.loss_by_kind, r.tokens) for r in results]
 
 
-def run_together(folder, family):
-    """Train in two processes that share the weights, then in two that share rows, as torchrun would start them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    together = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    script = SCRIPT.format(here=str(HERE), tests=str(HERE.parent))
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, str(folder), family], stderr=subprocess.PIPE, text=True,
-            env={**os.environ, **together, "RANK": rank, "LOCAL_RANK": rank},
-        )
-        for rank in ("0", "1")
-    ]  # fmt: skip
-    try:
-        for worker in workers:
-            _, errors = worker.communicate(timeout=240)
-            assert worker.returncode == 0, errors[-3000:]
-    finally:
-        for worker in workers:
-            worker.kill()
+def train_together(folder, family):
+    """Train in two processes that share the weights, then in two that share rows."""
+    run_together(SCRIPT.format(here=str(HERE), tests=str(HERE.parent)), str(folder), family, timeout=240)
     return folder / "1", folder / "2"
 
 
@@ -74,7 +52,7 @@ def run_together(folder, family):
 def runs(request, tmp_path_factory, one_thread):
     """The family, what one process gives, and the folders of two that share weights and of two that share rows."""
     folder, family = tmp_path_factory.mktemp(request.param), request.param
-    return family, run_here(folder / "alone", family), *run_together(folder, family)
+    return family, run_here(folder / "alone", family), *train_together(folder, family)
 
 
 def assert_same_curve(ours, expected, tolerance=1e-4):
