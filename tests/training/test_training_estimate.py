@@ -68,16 +68,24 @@ def test_phi3_mini_on_one_h200(tmp_path):
     assert not keeping["fits"]
 
 
-def test_smollm2_at_32k_takes_the_memory_that_was_measured(tmp_path):
-    """Peaks of rows of 32,768 tokens on one H200: 6.27 GiB recomputing, 28.6 GiB keeping all."""
+@pytest.mark.parametrize(
+    ("length", "options", "measured"),
+    [
+        (32_768, {"recompute": True}, 6.27),
+        (32_768, {"recompute": False}, 28.6),
+        (32_768, {"recompute": False, "compiled": True}, 20.9),
+        (65_536, {"recompute": False, "compiled": True}, 39.0),
+    ],
+)
+def test_smollm2_takes_the_memory_that_was_measured(length, options, measured, tmp_path):
+    """Peaks in GiB on one H200."""
     smollm2 = LlamaConfig(
         vocab_size=49_152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
         num_key_value_heads=3, max_position_embeddings=8192, tie_word_embeddings=True,
     )  # fmt: skip
-    work = Work(length=32_768, rows=4, attended=2 * 32_768**2, steps=None)
-    for recompute, measured in ((True, 6.27), (False, 28.6)):
-        result = estimate(shape(smollm2, tmp_path), work, gpus=1, gpu="h200", recompute=recompute)
-        assert result["memory_total_gib"] == pytest.approx(measured, rel=0.05)
+    work = Work(length=length, rows=4, attended=2 * length**2, steps=None)
+    result = estimate(shape(smollm2, tmp_path), work, gpus=1, gpu="h200", **options)
+    assert result["memory_total_gib"] == pytest.approx(measured, rel=0.05)
     assert any("60%" in assumption for assumption in result["assumptions"])
 
 

@@ -113,7 +113,15 @@ def run_estimate(
         raise LongRopeError("the length of the rows is missing", hint="give --plan FILE or --target-length N")
     shape = shape_of(skeleton(info), info, freeze=config.freeze, lora=config.lora)
     recompute = config.recompute is not False  # the default on GPUs
-    result = estimate(shape, work, gpus=gpus, gpu=gpu, sequence_parallel=sequence_parallel, recompute=recompute)
+    result = estimate(
+        shape,
+        work,
+        gpus=gpus,
+        gpu=gpu,
+        sequence_parallel=sequence_parallel,
+        recompute=recompute,
+        compiled=config.compiled,
+    )
     if as_json:
         show_json(result)
     else:
@@ -121,11 +129,18 @@ def run_estimate(
 
 
 def estimate(
-    shape: Shape, work: Work, *, gpus: int, gpu: str, sequence_parallel: int = 1, recompute: bool = True
+    shape: Shape,
+    work: Work,
+    *,
+    gpus: int,
+    gpu: str,
+    sequence_parallel: int = 1,
+    recompute: bool = True,
+    compiled: bool = False,
 ) -> dict[str, Any]:
     """Memory of each GPU in GiB and the time a run takes, with what was assumed."""
     chip = GPUS[gpu]
-    memory = _memory(shape, work.length // sequence_parallel, gpus, recompute=recompute)
+    memory = _memory(shape, work.length // sequence_parallel, gpus, recompute=recompute, compiled=compiled)
     total, available = sum(memory.values()) / GIB, chip.memory * RESERVED
     loading = FULL * shape.parameters / GIB  # before it is spread over GPUs, each has the whole model
     passes = 2 + shape.trained_share + recompute  # forward, gradients of inputs and of weights, forward again
@@ -158,11 +173,12 @@ def estimate(
     }
 
 
-def _memory(shape: Shape, tokens: int, gpus: int, *, recompute: bool) -> dict[str, float]:
+def _memory(shape: Shape, tokens: int, gpus: int, *, recompute: bool, compiled: bool) -> dict[str, float]:
     """Bytes on each GPU; `tokens` is its part of a row."""
     kv_width = shape.kv_heads * shape.head_dim
-    # All that one layer does, norms in float32; the sum is what SmolLM2 was measured to keep.
-    whole = tokens * HALF * (8 * shape.hidden + 4 * shape.inner + 3 * shape.width + 3 * kv_width)
+    # All that one layer does, norms in float32, which fused ones do not keep; the sum is what SmolLM2 was measured at.
+    around, inside = (4, 3) if compiled else (8, 4)
+    whole = tokens * HALF * (around * shape.hidden + inside * shape.inner + 3 * shape.width + 3 * kv_width)
     least = tokens * (HALF * (shape.hidden + shape.width) + FULL * shape.heads)
     return {
         "master weights (float32)": FULL * shape.parameters / gpus,
