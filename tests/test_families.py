@@ -93,6 +93,11 @@ RESCALINGS = {
         "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64,
     },
+    "yarn_by_a_fraction": {"rope_type": "yarn", "factor": 3.3, "original_max_position_embeddings": 64},
+    "llama3_by_a_fraction": {
+        "rope_type": "llama3", "factor": 3.3, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
     "longrope": {
         "rope_type": "longrope", "long_factor": [4.0] * 8, "short_factor": [1.0 + i / 8 for i in range(8)],
         "original_max_position_embeddings": 64,
@@ -112,6 +117,31 @@ def test_existing_rescalings_are_recognised(name, tmp_path):
     assert ours.rescaled is not None
     assert ours.rope.original_length == (256 if name == "dynamic" else 64)
     inv_freq, attention_factor = rotary_frequencies(config)
+    frequencies = [f / x for f, x in zip(ours.rope.frequencies, ours.rescaled.factors, strict=True)]
+    torch.testing.assert_close(torch.tensor(frequencies), inv_freq, rtol=1e-6, atol=0)
+    assert ours.rescaled.attention_factor == pytest.approx(attention_factor)
+
+
+@pytest.mark.parametrize("original_length", [32, 256])
+@pytest.mark.parametrize("name", RESCALINGS)
+def test_a_window_given_by_hand_leaves_what_the_model_does_as_it_is(name, original_length):
+    """As for LLaMA 3.1 from 128k on: its blend still goes by the 8k in its config."""
+    config = family_config("llama", RESCALINGS[name], max_position_embeddings=256)
+    ours = read_config(config.to_dict(), original_length=original_length)
+    assert ours.rope.original_length == original_length
+    assert ours.rescaled == read_config(config.to_dict()).rescaled
+
+
+@pytest.mark.parametrize("name", ["yarn", "llama3", "longrope"])
+def test_a_window_that_the_config_does_not_state_is_assumed_as_in_transformers(name):
+    """For its blend and temperature, that is: where it is extended from follows from the factor."""
+    scaling = {key: value for key, value in RESCALINGS[name].items() if key != "original_max_position_embeddings"}
+    config = SMALL | {
+        "model_type": "llama", "max_position_embeddings": 256, "rope_scaling": scaling | {"factor": 4.0}
+    }  # fmt: skip
+    ours = read_config(config)
+    assert ours.rope.original_length == 64
+    inv_freq, attention_factor = rotary_frequencies(CONFIG_MAPPING["llama"].from_dict(copy.deepcopy(config)))
     frequencies = [f / x for f, x in zip(ours.rope.frequencies, ours.rescaled.factors, strict=True)]
     torch.testing.assert_close(torch.tensor(frequencies), inv_freq, rtol=1e-6, atol=0)
     assert ours.rescaled.attention_factor == pytest.approx(attention_factor)

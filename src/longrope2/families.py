@@ -7,7 +7,7 @@ import logging
 import math
 import re
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from longrope2.errors import ModelError
@@ -252,8 +252,11 @@ def _existing_rescaling(parameters: Mapping[str, Any], rope: RopeSpec, window: i
     method = parameters["rope_type"]
     if method == "default":
         return None
-    factor = float(parameters.get("factor") or max(window / rope.original_length, 1.0))
-    target = round(rope.original_length * factor)
+    # Blends and temperatures go by the window in the config, or by the one that transformers assumes where it names
+    # none: they are what the model does now, wherever it is extended from.
+    stated = replace(rope, original_length=_positive_int(parameters, "original_max_position_embeddings", window))
+    factor = float(parameters.get("factor") or max(window / stated.original_length, 1.0))
+    target = stated.original_length * factor
     attention_factor = parameters.get("attention_factor")
     long_factors = None
     if method == "linear":
@@ -262,7 +265,7 @@ def _existing_rescaling(parameters: Mapping[str, Any], rope: RopeSpec, window: i
         factors = [1.0] * rope.num_dims
     elif method == "yarn":
         ramp = yarn(
-            rope,
+            stated,
             target,
             fast_rotations=parameters.get("beta_fast") or 32,
             slow_rotations=parameters.get("beta_slow") or 1,
@@ -272,12 +275,12 @@ def _existing_rescaling(parameters: Mapping[str, Any], rope: RopeSpec, window: i
         attention_factor = attention_factor or _yarn_attention(parameters, factor)
     elif method == "llama3":
         low, high = parameters.get("low_freq_factor", 1), parameters.get("high_freq_factor", 4)
-        factors = ntk_by_parts(rope, target, low_rotations=low, high_rotations=high).factors
+        factors = ntk_by_parts(stated, target, low_rotations=low, high_rotations=high).factors
     else:
         assert method == "longrope"
         factors, long_factors = (_listed(parameters, name, rope.num_dims) for name in ("short_factor", "long_factor"))
         if attention_factor is None and factor > 1:
-            attention_factor = longrope_temperature(factor, rope.original_length)
+            attention_factor = longrope_temperature(factor, stated.original_length)
     return Rescaled(
         method=method,
         factors=tuple(map(float, factors)),

@@ -66,7 +66,7 @@ def dynamic_ntk(spec: RopeSpec, target_length: int, *, current_length: int | Non
 
 def ntk_by_parts(
     spec: RopeSpec,
-    target_length: int,
+    target_length: float,
     *,
     low_rotations: float = YARN_SLOW_ROTATIONS,
     high_rotations: float = YARN_FAST_ROTATIONS,
@@ -84,7 +84,7 @@ def llama3(spec: RopeSpec, target_length: int) -> Rescaling:
 
 def yarn(
     spec: RopeSpec,
-    target_length: int,
+    target_length: float,
     *,
     fast_rotations: float = YARN_FAST_ROTATIONS,
     slow_rotations: float = YARN_SLOW_ROTATIONS,
@@ -226,7 +226,7 @@ def _base_change(spec: RopeSpec, growth: float) -> list[float]:
     return [growth ** (2 * i / spec.rotary_dim) for i in range(spec.num_dims)]
 
 
-def _yarn_ramp(spec: RopeSpec, target_length: int, low: float, high: float) -> Rescaling:
+def _yarn_ramp(spec: RopeSpec, target_length: float, low: float, high: float) -> Rescaling:
     s = spec.extension_ratio(target_length)
     low, high = max(low, 0), min(high, spec.rotary_dim - 1)
     if high < low:

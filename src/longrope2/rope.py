@@ -80,7 +80,7 @@ class RopeSpec:
         middle = math.ceil((self.ten_period_dimension + self.critical_dimension) / 2)
         return min(middle, self.num_dims - 1)
 
-    def extension_ratio(self, target_length: int) -> float:
+    def extension_ratio(self, target_length: float) -> float:
         """s = L/L_train; it may be fractional."""
         return target_length / self.original_length
 
