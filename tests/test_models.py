@@ -231,6 +231,15 @@ class TestFolders:
             load_tokenizer(describe(tmp_path))
         assert "copy them from the base model" in caught.value.hint
 
+    def test_a_damaged_tokenizer(self, llama_folder, tmp_path):
+        folder = shutil.copytree(llama_folder, tmp_path / "m")
+        content = json.loads((folder / "tokenizer.json").read_text())
+        content["model"]["vocab"].popitem()  # whose merge tokenizers then misses
+        (folder / "tokenizer.json").write_text(json.dumps(content))
+        with pytest.raises(ModelError, match="its tokenizer cannot be loaded") as caught:
+            load_tokenizer(describe(folder))
+        assert "copy them from the base model" in caught.value.hint
+
     def test_tiny_is_the_packages_unless_a_model_has_that_name(self, llama_folder, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         (tmp_path / "tiny").mkdir()

@@ -194,7 +194,8 @@ def load_tokenizer(info: ModelInfo) -> Any:
         return AutoTokenizer.from_pretrained(source, **options)
     except StrictDataclassError as error:
         raise refused_config(info.name, error) from error
-    except (OSError, ValueError, RuntimeError) as error:
+    # Of a damaged file anything may come up; tokenizers raises bare Exceptions.
+    except Exception as error:
         raise ModelError(
             f"{info.name}: its tokenizer cannot be loaded ({_first_line(error)})",
             hint="tokenizer.json and tokenizer_config.json belong beside config.json; copy them from the base model",

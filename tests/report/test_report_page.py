@@ -216,13 +216,15 @@ def test_what_is_no_run_is_refused(tmp_path):
         (ledger.TRAINING_RECORD, "[]"),
         ("evaluate/base/niah/results.json", "{}"),
         ("evaluate/base/niah/results.json", "\0"),
+        ("evaluate/base/niah/results.json", b'{"scores": "\xff"}'),
+        (ledger.PLAN, b'{"rows": "\xff"}'),
         ("export/tiny-4k/factors.json", "{}"),
         (ledger.VERIFIED, '{"export/tiny-4k": [{}]}'),
     ],
 )
 def test_a_damaged_file_is_named(tmp_path, file, content):
     folder = make_run(tmp_path / "run")
-    (folder / file).write_text(content)
+    (folder / file).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(LongRopeError) as caught:
         write_report(folder)
     assert str(folder / file) in caught.value.message

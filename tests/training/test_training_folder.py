@@ -34,10 +34,18 @@ def cut(path, share=2):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // share])
 
 
+def replace(path, old, new):
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
 DAMAGES = {
     "no record": lambda model: (model / "training.json").unlink(),
     "cut record": lambda model: cut(model / "training.json"),
     "other record": lambda model: (model / "training.json").write_text("{}"),
+    "record without its last losses": lambda model: replace(model / "training.json", '"last"', '"lost"'),
+    "record of a loss that is a text": lambda model: replace(model / "training.json", '"loss": ', '"loss": "",\n"": '),
     "empty": lambda model: (shutil.rmtree(model), model.mkdir()),
     "cut weights": lambda model: cut(model / "model.safetensors"),
     "no config": lambda model: (model / "config.json").unlink(),
@@ -103,6 +111,8 @@ def test_a_file_and_no_processes_to_share_rows(sample, tmp_path):
 def test_a_log_that_is_lost_is_told(sample, copied, capsys):
     lines = (copied / "log.jsonl").read_text().splitlines(keepends=True)
     (copied / "log.jsonl").write_text(lines[0] + "garbage\n" + '{"step": 3, "loss": 1.0}\n' + lines[3])
+    with (copied / "log.jsonl").open("a") as log:
+        log.write('{"step": 4, "needles": [{"length": 8}]}\n')
     shutil.rmtree(copied / "model")
     record = json.loads((sample.run(copied) / "training.json").read_text())
     assert "lacks 2 of 4 steps" in capsys.readouterr().err

@@ -146,7 +146,7 @@ def test_what_a_kill_left_of_an_old_checkpoint_goes(tmp_path):
     assert checkpoints(tmp_path) == ["step-00000004", "step-00000006"]
 
 
-@pytest.mark.parametrize("damage", ["cut", "flip", "remove", "record"])
+@pytest.mark.parametrize("damage", ["cut", "flip", "remove", "record", "other step", "no step"])
 def test_a_damaged_checkpoint_is_passed_over(tmp_path, damage, capsys):
     whole, _ = run(tmp_path / "whole")
     run(tmp_path / "parts", steps=6, stop_after=5)
@@ -160,8 +160,12 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, damage, capsys):
         shard.write_bytes(content)
     elif damage == "remove":
         shard.unlink()
-    else:
+    elif damage == "record":
         (folder / "checkpoint.json").write_text("{")
+    else:
+        record = json.loads((folder / "checkpoint.json").read_text())
+        del record["step"]
+        (folder / "checkpoint.json").write_text(json.dumps(record | ({"step": 5} if damage == "other step" else {})))
     resumed, _ = run(tmp_path / "parts")
     assert "is damaged" in capsys.readouterr().err
     assert_same(weights(whole), weights(resumed))

@@ -72,17 +72,17 @@ def gather(folder: Path) -> dict[str, Any]:
 
 def _json(path: Path, shape: Any) -> dict[str, Any] | None:
     try:
-        return _shaped(path, path.read_text(encoding="utf-8"), shape)
+        return _shaped(path, path.read_bytes(), shape)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise LongRopeError(f"{path}: cannot be read ({error.strerror})", hint=AGAIN) from error
 
 
-def _shaped(path: Path, text: str, shape: Any) -> dict[str, Any]:
+def _shaped(path: Path, text: bytes, shape: Any) -> dict[str, Any]:
     try:
-        content: dict[str, Any] = json.loads(text)
-    except ValueError as error:
+        content: dict[str, Any] = json.loads(text.decode("utf-8"))
+    except ValueError as error:  # also what is no UTF-8
         raise LongRopeError(f"{path}: damaged ({error})", hint=AGAIN) from error
     if problem := misfit(content, shape):
         raise LongRopeError(f"{path}: damaged ({problem})", hint=AGAIN)
@@ -109,7 +109,7 @@ def _closed_forms(factors: dict[str, Any] | None, methods: list[str]) -> dict[st
 def _plan(path: Path) -> dict[str, Any] | None:
     """The composition in a plan's first line."""
     try:
-        with path.open(encoding="utf-8", errors="replace") as lines:
+        with path.open("rb") as lines:
             header = _shaped(path, lines.readline(), PLAN)
     except FileNotFoundError:
         return None

@@ -94,7 +94,7 @@ class Checkpoints:
         # What the main process sees: on a network file system others may see it later.
         for step in reversed(self._here.gather(self._steps())[0]):
             folder = self._folder / step_name(step)
-            problem = self._here.gather(_problem(folder) if self._here.is_main else None)[0]
+            problem = self._here.gather(_problem(folder, step) if self._here.is_main else None)[0]
             if problem is not None:
                 if self._here.is_main:
                     warn(f"{folder} is damaged ({problem}) and passed over")
@@ -171,11 +171,13 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _problem(folder: Path) -> str | None:
+def _problem(folder: Path, step: int) -> str | None:
     """What is wrong with a checkpoint, or None."""
     try:
-        files = json.loads((folder / RECORD).read_text(encoding="utf-8"))["files"]
-        for name, expected in files.items():
+        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        if record["step"] != step:
+            return f"{RECORD} is of step {record['step']}"
+        for name, expected in record["files"].items():
             if _digest(folder / name) != expected:
                 return f"{name} has changed"
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -14,13 +14,17 @@ from longrope2.errors import LongRopeError
 from longrope2.factors import RescaleFactors
 from longrope2.files import atomic_folder, write_json
 from longrope2.generation.saved import FACTORS_FILE, warn_of_single_attention_factor, write_factors
+from longrope2.shapes import misfit
 from longrope2.training.trainable import merged
 
 SHARD_SIZE = "5GB"
 RECORD = "training.json"
 INDEX = "model.safetensors.index.json"
-SHOWN = ("config", "steps", "tokens", "seconds", "losses", "needles")
+SHOWN = {"config": {"save_dtype": str}, "steps": int, "tokens": int, "seconds": float, "losses": dict, "needles": dict}
 """What must stand in a record for it to be shown."""
+LOSSES = {...: float}
+NEEDLES = {"needles": [{"length": int, "depth": float, "exact": float}]}
+"""What of the first and of the last step, where any was kept."""
 
 
 def write_product(
@@ -53,8 +57,8 @@ def product_problem(folder: Path, *, dtype: str) -> str | None:
     """Why a folder is not the whole product of a run, with weights of this type; None if it is."""
     try:
         record, *_ = (_read(folder / name) for name in (RECORD, FACTORS_FILE, "config.json", "tokenizer_config.json"))
-        if lacking := [name for name in SHOWN if name not in record]:
-            return f"{RECORD} lacks {', '.join(lacking)}"
+        if problem := record_misfit(record):
+            return f"{RECORD} is damaged: {problem}"
         files = _read(folder / INDEX)["weight_map"].values() if (folder / INDEX).exists() else ["model.safetensors"]
         for name in set(files):
             with safe_open(folder / name, framework="pt"):  # refuses one whose size is not what its header says
@@ -64,6 +68,13 @@ def product_problem(folder: Path, *, dtype: str) -> str | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         return str(error)
     return None
+
+
+def record_misfit(record: dict[str, Any]) -> str | None:
+    """Why a record cannot be shown; None if it can."""
+    ends = {"losses": LOSSES, "needles": NEEDLES}
+    shape = {name: {"first": part, "last": part} for name, part in ends.items() if record.get(name)}
+    return misfit(record, SHOWN | shape)
 
 
 def _read(path: Path) -> dict[str, Any]:

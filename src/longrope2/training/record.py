@@ -9,21 +9,25 @@ import torch
 
 from longrope2.console import show_json, show_table, warn
 from longrope2.distributed import World
+from longrope2.shapes import misfit
 from longrope2.training.job import Job, versions
-from longrope2.training.product import RECORD
+from longrope2.training.product import LOSSES, NEEDLES, RECORD
 from longrope2.training.progress import LOG, read_log
+
+STEP = {"loss": float, "tokens": int, "seconds": float}
+"""What the log has of a step; a line that was damaged counts for none."""
 
 
 def make_record(job: Job, output: Path, here: World) -> dict[str, Any]:
     """What goes into the model's folder, from the job and the log of all its steps."""
     log = read_log(output / LOG)
-    steps = [line for line in log if {"loss", "tokens", "seconds"} <= line.keys()]
+    steps = [line for line in log if misfit(line, STEP) is None and misfit(_losses(line), LOSSES) is None]
     if (lost := job.config.train.steps - len(steps)) > 0:
         warn(
             f"{output / LOG} lacks {lost} of {job.config.train.steps} steps: tokens, seconds and losses in {RECORD} "
             "are those of the others; the weights are not touched by that"
         )
-    needles = [line for line in log if "needles" in line]
+    needles = [line for line in log if misfit(line, NEEDLES) is None]
     factors, plan = job.factors, job.plan
     return {
         "format": "longrope2.training",

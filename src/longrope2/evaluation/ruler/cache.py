@@ -69,20 +69,20 @@ def make_all(
         progress = ProgressLine(len(missing), "RULER samples")
         for done, request in enumerate(_written(missing, min(workers or os.cpu_count() or 1, len(missing))), start=1):
             progress.update(done, f"{request.task} at {request.length:,}")
-    return {key: read_samples(path) for key, path in paths.items()}
+    return {key: read_samples(path, count) for key, path in paths.items()}
 
 
-def read_samples(path: Path) -> list[RulerSample]:
-    """Samples of a file in the cache."""
-    samples = []
+def read_samples(path: Path, count: int) -> list[RulerSample]:
+    """The samples of a file in the cache, so many as were made."""
+    hint, samples = "delete the file; it will be made again", []
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             try:
                 samples.append(RulerSample(**json.loads(line)))
             except (ValueError, TypeError) as error:
-                raise DataError(
-                    f"{path}, line {number}: not a sample ({error})", hint="delete the file; it will be made again"
-                ) from error
+                raise DataError(f"{path}, line {number}: not a sample ({error})", hint=hint) from error
+    if len(samples) != count:
+        raise DataError(f"{path}: {len(samples)} samples, {count} expected", hint=hint)
     return samples
 
 
