@@ -54,7 +54,11 @@ def model_of(config: Any, state: "dict[str, torch.Tensor]", name: str) -> Any:
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config)
     model.to_empty(device="cpu")
-    missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
+    try:
+        missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
+    except RuntimeError as error:  # of other sizes than the config says
+        problem = str(error).strip().rpartition("\n")[2].strip()
+        raise ModelError(f"{name}: tensors and metadata disagree ({problem})", hint=AGAIN) from error
     model.tie_weights()
     missing = [weight for weight in missing if not (config.tie_word_embeddings and weight == "lm_head.weight")]
     if missing or unexpected:
@@ -90,7 +94,10 @@ class GGUFModel:
         for name in (key, f"{ARCHITECTURE}.{key}"):
             field = self._reader.get_field(name)
             if field is not None:
-                return field.contents()
+                try:
+                    return field.contents()
+                except ValueError as error:  # a text that is no UTF-8
+                    raise ModelError(f"{self.path.name}: '{name}' is damaged ({error})", hint=AGAIN) from error
         return default
 
     def config(self) -> dict[str, Any]:
@@ -186,7 +193,11 @@ class GGUFModel:
         from tokenizers import Regex, pre_tokenizers
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(self.path.parent, gguf_file=self.path.name)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(self.path.parent, gguf_file=self.path.name)
+        # Of a damaged file anything may come up; tokenizers raises bare Exceptions.
+        except Exception as error:
+            raise ModelError(f"{self.path.name}: its tokenizer cannot be loaded ({error})", hint=AGAIN) from error
         if self.value("tokenizer.ggml.model") != "gpt2":
             return tokenizer
         # transformers' GGUF reader splits every BPE vocabulary like GPT-2; the file knows better.

@@ -328,6 +328,7 @@ class TestRefusals:
         ("bytes_before", "bytes_after", "message"),
         [
             (b'{"format": "longrope2.factors"', b'?"format": "longrope2.factors"', "'longrope2.factors' is damaged"),
+            (b'{"format": "longrope2.factors"', b'\xff"format": "longrope2.factors"', "'longrope2.factors' is damaged"),
             (b"rope_factors_short.weight", b"rope_factors_other.weight", "'rope_factors_short.weight' is missing"),
         ],
     )
@@ -341,6 +342,23 @@ class TestRefusals:
         if b"format" in bytes_before:
             with pytest.raises(ModelError, match="its factors or config are damaged"):
                 Reference(path)
+
+    def test_a_damaged_vocabulary_or_size(self, tmp_path):
+        path = tmp_path / "tiny.gguf"
+        export("tiny", path, factors=tiny_factors(), format="gguf")
+        whole = path.read_bytes()
+        merge = (3).to_bytes(8, "little") + b"h e"
+        assert merge in whole
+        for other in (b"h \xff", b"h \x01"):  # no UTF-8, and no token
+            path.write_bytes(whole.replace(merge, merge[:-3] + other))
+            with pytest.raises(ModelError, match=r"tiny\.gguf: its tokenizer cannot be loaded") as caught:
+                load_tokenizer(describe(path))
+            assert caught.value.hint
+        size = b"llama.feed_forward_length" + (4).to_bytes(4, "little")
+        place = whole.index(size) + len(size)
+        path.write_bytes(whole[:place] + (8).to_bytes(4, "little") + whole[place + 4 :])
+        with pytest.raises(ModelError, match=r"tensors and metadata disagree \(size mismatch"):
+            load(path)
 
     def test_a_weight_that_is_missing_is_not_made_up(self, tmp_path):
         path = tmp_path / "tiny.gguf"

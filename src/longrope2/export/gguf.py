@@ -157,13 +157,13 @@ class GGUFExport:
             self._reader = gguf.GGUFReader(path)
         except (ValueError, OSError, IndexError, KeyError) as error:
             raise ModelError(f"{path}: not a readable GGUF file ({error})", hint=AGAIN) from error
-        texts = {key: field.contents() for key in (CONFIG_KEY, FACTORS_KEY) if (field := self._reader.get_field(key))}
-        if len(texts) < 2:
+        fields = [self._reader.get_field(key) for key in (FACTORS_KEY, CONFIG_KEY)]
+        if not all(fields):
             raise ModelError(
                 f"{path}: not an export of longrope2", hint="make one with: longrope2 export --format gguf"
             )
         try:
-            factors, config = (json.loads(texts[key]) for key in (FACTORS_KEY, CONFIG_KEY))
+            factors, config = (json.loads(field.contents()) for field in fields)
         except ValueError as error:
             raise ModelError(f"{path}: its factors or config are damaged ({error})", hint=AGAIN) from error
         self.factors = RescaleFactors.from_json(factors, source=str(path))
