@@ -2,6 +2,9 @@
 
 import json
 import re
+import signal
+import subprocess
+import sys
 from collections import Counter
 
 import pytest
@@ -146,6 +149,18 @@ def test_a_killed_process_is_reported(tmp_path, monkeypatch):
     )
     with pytest.raises(LongRopeError, match="died"):
         make_all(["vt", "fwe"], tokenizer=neox_tokenizer(), lengths=[4096], count=1, cache=tmp_path, workers=2)
+
+
+def test_no_process_outlives_a_killed_caller():
+    script = """
+import os, signal
+from longrope2.evaluation.ruler.cache import _pool
+_pool(2).submit(os.getpid).result()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    # Returns when the last process that may still write to the pipes has ended.
+    killed = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
 
 
 @pytest.mark.parametrize("task", ["niah_single_1", "niah_single_2", "niah_multikey_2", "niah_multiquery", "fwe"])

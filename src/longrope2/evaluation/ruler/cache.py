@@ -4,11 +4,12 @@ import hashlib
 import json
 import os
 import signal
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, replace
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,9 +94,7 @@ def _written(missing: Sequence[tuple[Request, Path]], workers: int) -> Iterator[
             _write(request, path)
             yield request
         return
-    # Not forked: the caller may hold threads and a GPU. Ctrl-C ends them at once and without a word.
-    context, no_word = get_context("spawn"), (signal.SIGINT, signal.SIG_DFL)
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=signal.signal, initargs=no_word)
+    pool = _pool(workers)
     try:
         jobs = {pool.submit(_write, request, path): request for request, path in missing}
         for job in as_completed(jobs):
@@ -107,6 +106,24 @@ def _written(missing: Sequence[tuple[Request, Path]], workers: int) -> Iterator[
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _pool(workers: int) -> ProcessPoolExecutor:
+    # Not forked: the caller may hold threads and a GPU.
+    return ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_begin)
+
+
+def _begin() -> None:
+    """In each process of the pool: end without a word at Ctrl-C, and when the caller is killed."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    threading.Thread(target=_end_with_caller, daemon=True).start()
+
+
+def _end_with_caller() -> None:
+    caller = parent_process()
+    assert caller is not None
+    caller.join()  # otherwise they would wait for work for ever
+    os._exit(1)
 
 
 def _write(request: Request, path: Path) -> None:
