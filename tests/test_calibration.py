@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -222,6 +223,15 @@ class TestTheCommand:
         with pytest.raises(LongRopeError, match="cannot be written"):
             run_calibrate("tiny", **self.options(factors_file=tmp_path / "f.json", output=tmp_path))
         assert "recommended switch length" in capsys.readouterr().out
+
+    def test_results_are_kept_even_if_nobody_looks(self, result, tmp_path, monkeypatch):
+        monkeypatch.setattr(command, "load", lambda *_: None)
+        monkeypatch.setattr(command, "calibrate", lambda *_: result)
+        monkeypatch.setattr(command, "show", lambda _: sys.exit(1))  # as rich does where the pipe is closed
+        rescale("yarn", describe("tiny").rope, 1024).save(tmp_path / "f.json")
+        with pytest.raises(SystemExit):
+            run_calibrate("tiny", **self.options(factors_file=tmp_path / "f.json", output=tmp_path / "out"))
+        assert json.loads((tmp_path / "out" / "calibration.json").read_text()) == json.loads(json.dumps(result))
 
     def test_a_default_length_need_not(self, factors):
         lengths = CalibrationConfig().all_lengths(factors)

@@ -54,18 +54,17 @@ def run_calibrate(
         raise LongRopeError(
             f"out of memory ({loaded.model.dtype} on {loaded.model.device})", hint="name shorter --lengths"
         ) from error
-    # On the screen first: a disk that is full takes nothing back.
-    if as_json:
-        show_json(result)
-    else:
-        show(result)
-    if output is not None:
-        write_json(output / RESULT, result)
-        (output / SCORES).unlink(missing_ok=True)  # they are in the result
-        _draw(output, result)
-    if store:
-        store_switch_length(Path(info.location), result["switch_length"])
-        say(f"stored switch length {result['switch_length']:,} in {info.location}")
+    # On the screen first: a disk that is full takes nothing back. Nor does a screen that has gone (`| head -1`).
+    try:
+        show_json(result) if as_json else show(result)
+    finally:
+        if output is not None:
+            write_json(output / RESULT, result)
+            (output / SCORES).unlink(missing_ok=True)  # they are in the result
+            _draw(output, result)
+        if store:
+            store_switch_length(Path(info.location), result["switch_length"])
+            say(f"stored switch length {result['switch_length']:,} in {info.location}")
 
 
 def show(result: Mapping[str, Any]) -> None:
