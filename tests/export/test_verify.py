@@ -243,6 +243,7 @@ class TestEngines:
             "transformers",
             "mlx",
         ]
+        assert "use --profile static-long --fold-temperature" in MLX.fault(factors, "llama")
         static = profiled(factors, "static-long")
         assert TRANSFORMERS.fault(static, "llama") is None
         assert "use --fold-temperature" in MLX.fault(static, "llama")

@@ -52,7 +52,9 @@ class Engine:
         if family not in self.families:
             return f"it is not known to run {family} models with such factors"
         if self.temperature == "forced" and long != forced:
-            return f"it always applies an attention factor of {forced:.4f}, not {long:g}: use --fold-temperature"
+            profile = "" if short == long else "--profile static-long "  # weights can hold only one temperature
+            told = f"it always applies an attention factor of {forced:.4f}, not {long:g}"
+            return f"{told}: use {profile}--fold-temperature"
         if self.temperature == "long" and short != long:
             told = f"it knows one attention factor, and applies {long:g} to short sequences too, not {short:g}"
             return f"{told}: use longrope2.load, or --profile static-long"
