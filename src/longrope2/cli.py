@@ -278,7 +278,12 @@ def factors(
 @option("--lower", default=1.0, help="Least right-hand factor, in extension ratios.")
 @option("--upper", default=2.0, help="Largest right-hand factor, in extension ratios.")
 @option("--grid", default=0.01, help="Step between factors.")
-@option("--attention-factor", type=float, metavar="A", help="Temperature of long sequences; default: 1.")
+@option(
+    "--attention-factor",
+    type=float,
+    metavar="A",
+    help="Temperature of long sequences; default: 1, or that of --method longrope.",
+)
 @option(
     "--race",
     type=Choice(["statistical", "exact", "off"]),
