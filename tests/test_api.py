@@ -91,6 +91,18 @@ def test_words_that_a_command_would_refuse_are_refused_from_python_too(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_of_results_may_be_named_by_text(tmp_path):
+    (tmp_path / "results.json").write_text('{"needle": {"512": 0.5}}')
+    factors = longrope2.rescale("tiny", "yarn", 512)
+    folder = longrope2.export_model("tiny", tmp_path / "export", factors=factors, results=f"{tmp_path}/results.json")
+    assert "| needle · 512 | 0.5 |" in (folder / "README.md").read_text()
+
+
+def test_a_search_from_python_knows_tensor_parallel():
+    with pytest.raises(LongRopeError, match="1 processes cannot form groups of 2"):
+        longrope2.search_factors("tiny", 512, tensor_parallel=2)
+
+
 def test_a_search_from_python_keeps_out_of_the_folders_of_other_things(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(LongRopeError, match="neither empty nor a run of `longrope2 search`"):

@@ -40,6 +40,7 @@ def search_factors(
     target_length: int,
     output: str | Path | None = None,
     *,
+    tensor_parallel: int = 1,
     extend_again: bool = False,
     **options: Any,
 ) -> RescaleFactors:
@@ -54,10 +55,11 @@ def search_factors(
     schedule = {f.name: options.pop(f.name) for f in fields(EvolutionConfig) if f.name in options}
     config = SearchConfig(target_length=target_length, evolution=EvolutionConfig(**schedule), **options)
     check(config, info.rope)
-    with world() as here:
+    with world(group_size=tensor_parallel) as here:
         if output is not None and here.is_main:
             check_output(Path(output))
-        return search(load_model(info, device=here.device()), config, _path(output), here)
+        loaded = load_model(info, device=here.device(), tensor_parallel=tensor_parallel)
+        return search(loaded, config, _path(output), here)
 
 
 def train(
@@ -123,13 +125,14 @@ def export_model(
     factors: RescaleFactors | str | Path | None = None,
     profile: Profile = "dual",
     format: Format = "huggingface",
+    results: str | Path | None = None,
     **options: Any,
 ) -> Path:
     """Write a model with its factors for transformers, vLLM, llama.cpp and others; returns where it is.
 
     Without factors the model must carry its own. Options are those of `longrope2 export`: `dtype`, `force`, …
     """
-    export(str(model), Path(output), factors=factors, profile=profile, format=format, **options)
+    export(str(model), Path(output), factors=factors, profile=profile, format=format, results=_path(results), **options)
     return Path(output)
 
 
