@@ -14,7 +14,7 @@ from conftest import family_model
 from longrope2.data.loader import IGNORED_LABEL
 from longrope2.distributed import World
 from longrope2.errors import LongRopeError
-from longrope2.training.loop import TrainConfig, train
+from longrope2.training.loop import TrainConfig, make_optimizer, train
 from longrope2.training.mixed import Batch
 from test_rotary import make_factors
 
@@ -100,6 +100,16 @@ def test_an_update_is_that_of_a_plain_loop(tmp_path):
     assert not any(module.training for module in model.modules())
     for name, tensor in plain.state_dict().items():
         torch.testing.assert_close(model.state_dict()[name], tensor, rtol=1e-2, atol=2e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "cohere", "gpt_oss"])
+def test_norms_and_biases_do_not_decay(family):
+    """Those of all heads or experts may lie in one tensor of two dimensions. Their values begin equal."""
+    model = family_model(family)
+    decaying, others = (group["params"] for group in make_optimizer(model, TrainConfig(steps=1)).param_groups)
+    assert not any((p == p.flatten()[0]).all() for p in decaying)
+    assert all(p.ndim == 1 or (p == p.flatten()[0]).all() for p in others)
+    assert len(decaying) + len(others) == len(list(model.parameters()))
 
 
 @pytest.mark.parametrize("stop_after", [1, 2, 3, 5])

@@ -22,6 +22,7 @@ from longrope2.training.checkpoint import FOLDER, Checkpoints
 from longrope2.training.interrupts import interrupts
 from longrope2.training.mixed import Batch, MixedWindowModel, mixed_window
 from longrope2.training.parallel import own_part, sequence_parallel, shard
+from longrope2.training.trainable import is_matrix
 
 KINDS = ("short", "long")
 NAMED_ROWS = 3
@@ -216,12 +217,12 @@ def train_step(
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     """AdamW with weight decay on matrices only."""
-    trained = [p for p in model.parameters() if p.requires_grad]
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for name, p in trained.items() if is_matrix(name, p)], "weight_decay": config.weight_decay},
+        {"params": [p for name, p in trained.items() if not is_matrix(name, p)], "weight_decay": 0.0},
     ]
-    fused = trained[0].is_cuda
+    fused = next(iter(trained.values())).is_cuda
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=fused)
 
 

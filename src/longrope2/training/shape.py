@@ -12,7 +12,7 @@ from torch import nn
 from longrope2.families import SLIDING_ATTENTION
 from longrope2.gguf_model import open_gguf
 from longrope2.models import ModelInfo, head_dim, num_kv_heads, pretrained_source, refused_config
-from longrope2.training.trainable import linear_layers, matching
+from longrope2.training.trainable import is_matrix, linear_layers, matching
 
 
 def skeleton(info: ModelInfo) -> Any:
@@ -118,7 +118,7 @@ def _matrices(model: Any, config: Any) -> int:
     embedding = model.get_input_embeddings().weight
     tied = model.get_output_embeddings().weight is embedding
     named = dict(model.named_parameters())
-    flat = sum(p.numel() for name, p in named.items() if p.ndim == 2 and not name.endswith("bias"))
+    flat = sum(p.numel() for name, p in named.items() if p.ndim == 2 and is_matrix(name, p))
     matrices = flat - (0 if tied else embedding.numel())
     # Experts lie in one tensor, [experts, rows, columns].
     experts = [p for p in named.values() if p.ndim == 3]

@@ -44,6 +44,12 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
             parameter.requires_grad_(False)
 
 
+def is_matrix(name: str, parameter: Tensor) -> bool:
+    """Whether a parameter is a matrix, or many of them."""
+    # A tensor may hold the norms of all heads (Cohere) or the biases of all experts (gpt-oss): two dimensions as well.
+    return parameter.ndim >= 2 and "norm" not in name and not name.endswith("bias")
+
+
 def linear_layers(model: Any) -> dict[str, nn.Linear]:
     """The layers that get additions: all linear ones but the head; experts, which lie in one tensor, get none."""
     head = model.get_output_embeddings()
