@@ -203,6 +203,18 @@ def test_scores_of_texts_of_different_lengths(family):
         assert score.exact == bool((logits.argmax(-1) == tokens[0, span.start :]).all())
 
 
+def test_a_text_is_long_once_more_tokens_are_run_than_the_switch():
+    """As for an answer, the last token is only predicted."""
+    model = switching(family_model("llama"), make_factors(family_model("llama"), **SIDES))
+    for length in (ORIGINAL_LENGTH, ORIGINAL_LENGTH + 1, ORIGINAL_LENGTH + 2):
+        tokens = tokens_of(length)
+        with torch.no_grad():
+            logits = model(tokens[:, :-1]).logits[0].double()
+        expected = -logits.log_softmax(-1).gather(-1, tokens[0, 1:, None]).sum().item()
+        found = recording(model).score([Span(token_ids=tokens[0].tolist(), start=1)])[0]
+        assert found.nll == pytest.approx(expected, rel=1e-5)
+
+
 def test_a_greedy_continuation_is_exact_and_answers_to_one_question_share_a_row():
     model = family_model("llama")
     backend = recording(model)

@@ -101,7 +101,7 @@ class TorchBackend:
         width = max(map(len, rows))
         ids = torch.tensor([[*tokens, *[0] * (width - len(tokens))] for tokens in rows], device=self.model.device)
         with torch.no_grad(), our_attention(self.model), self._out_of_memory("scoring", width):
-            self._choose([len(tokens) + 1 for tokens in rows])
+            self._choose([len(tokens) for tokens in rows])
             hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
             return [self._score_span(hidden[rows[key]], span) for key, span in zip(inputs, spans, strict=True)]
 
