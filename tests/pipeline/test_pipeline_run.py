@@ -225,6 +225,19 @@ def test_the_base_is_measured_as_it_is(tmp_path):
     assert (result["factors"]["original_length"], result["switch_length"]) == (256, 256)
 
 
+def test_without_lengths_all_methods_are_measured_at_those_of_the_target(tmp_path):
+    table = {"suites": ("perplexity",), "samples": 1}
+    recipe = Recipe(model="tiny", target_length=1024, methods=("yarn",), evaluate=(table,))
+    setting = Setting(folder=tmp_path / "run", recipe=recipe, info=describe("tiny"), cache=None)
+    asked = []
+    for step in make_steps(setting, {"evaluate"})[:2]:
+        step.work()
+        values = json.loads((setting.folder / step.outputs[0]).read_text())["values"]
+        asked.append({place: found["asked"] for place, found in values.items()})
+    assert asked[0] == asked[1]
+    assert list(asked[0]) == ["perplexity/full/1024", "perplexity/sliding/1024"]
+
+
 def test_without_training_the_model_itself_is_exported(place, recipe, whole):
     folder = copy_steps(whole, place / "untrained", ["search"])
     found = extend(None, folder, config=recipe, cache=place / "cache", stages=["search"])

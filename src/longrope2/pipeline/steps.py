@@ -16,7 +16,7 @@ from longrope2.data.recall import RecallConfig, write_recall
 from longrope2.data.sources import PACKAGE_BOOKS
 from longrope2.distributed import world
 from longrope2.errors import LongRopeError
-from longrope2.evaluation.run import run_evaluation
+from longrope2.evaluation.run import EvaluationConfig, lengths_for, run_evaluation
 from longrope2.export.engines import ENGINES, Format
 from longrope2.export.reference import Reference
 from longrope2.export.run import export
@@ -259,6 +259,8 @@ def _evaluate(setting: Setting, method: str, output: Path, table: Mapping[str, A
                 made = rescale_model(setting.info, method, recipe.target_length, extend_again=recipe.extend_again)
                 made.long_everywhere().save(factors)
             here.gather_all(None)
+    # The same for all, or the base would be measured within its own window only, and its perplexity on other texts.
+    lengths = table.get("lengths") or lengths_for(EvaluationConfig(**table), recipe.target_length)
     run_evaluation(
         model,
         output,
@@ -270,7 +272,7 @@ def _evaluate(setting: Setting, method: str, output: Path, table: Mapping[str, A
         cache=setting.folder / ledger.EVALUATE / "samples",
         as_json=False,
         beyond_window=method == ledger.BASE,
-        **table,
+        **{**table, "lengths": lengths},
     )
 
 
