@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -93,6 +94,12 @@ def test_an_infinite_perplexity_has_no_difference():
     assert differences(values(book([math.inf, 1.0])), values(book([1.0, 1.0]))) == []
 
 
+def test_an_interval_that_overflows_has_no_end():
+    (books,) = differences(values(book([10.0, 1500.0])), values(book([10.0, 10.0])))
+    assert books.score == pytest.approx(100 * math.expm1(74.5))
+    assert (books.low, books.high) == (pytest.approx(-100), None)
+
+
 def test_a_key_that_names_no_place_is_passed_over():
     odd = {"ruler": {"asked": "q", "values": [1.0]}}
     assert differences(odd, odd) == []
@@ -151,3 +158,18 @@ def test_rows_over_other_tasks_are_told_apart(tmp_path):
     write_run(tmp_path / "c", "two", [ruler("vt", [1.0]), ruler("cwe", [0.0])])
     table = compare([tmp_path / name for name in "abc"], against="yarn")["tables"][-1]
     assert "rows are not of the same tasks (one: vt; two: cwe, vt)" in table["caption"]
+
+
+def test_perplexities_of_other_texts_are_told_apart(tmp_path):
+    """The books of a length, and how far a window slides, depend on the longest length that was asked for."""
+    for name, asked in (("a", "b"), ("b", "b"), ("c", "others")):
+        write_run(tmp_path / name, name, [book([20.0] * 4, asked)])
+    same, others = (compare([tmp_path / name for name in names], against="a") for names in ("ab", "abc"))
+    assert same["tables"][0]["caption"] == "95% intervals; samples in a number: 4"
+    assert others["tables"][0]["caption"].endswith("; rows are not of the same texts at 4k")
+    assert not any("texts" in table["caption"] for table in others["tables"][1:])  # only what is the same is paired
+
+
+def test_a_perplexity_without_a_name_is_shown(tmp_path):
+    write_run(tmp_path / "a", "a", [replace(book([20.0] * 4), task="")])
+    assert compare([tmp_path / "a"])["tables"][0]["rows"][0][1].startswith("7.389")

@@ -1,7 +1,7 @@
 """`longrope2 compare`: several evaluations side by side, methods as rows, in the layout of the paper's tables."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,8 @@ def compare(places: Sequence[Path | str], *, base: str | None = None, against: s
     names = _names(runs)
     base = _base(runs, names, base)
     by_name = {name: run["scores"] for name, run in zip(names, runs, strict=True)}
-    tables = [table for suite in _all_suites(runs) for table in _tables(suite, by_name, base)]
+    differing = _asked_otherwise(runs)
+    tables = [table for suite in _all_suites(runs) for table in _tables(suite, by_name, base, differing=differing)]
     apart = {} if against is None else _differences(runs, names, against)
     for suite in suites_of([score for scores in apart.values() for score in scores]):
         tables += _tables(suite, apart, None, against)
@@ -156,9 +157,14 @@ def _all_suites(runs: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _tables(
-    suite: str, by_name: Mapping[str, Sequence[Score]], base: str | None, against: str | None = None
+    suite: str,
+    by_name: Mapping[str, Sequence[Score]],
+    base: str | None,
+    against: str | None = None,
+    *,
+    differing: Container[str] = (),
 ) -> list[Table]:
-    """Of scores; with `against` of differences to the row of that name."""
+    """Of scores; with `against` of differences to the row of that name. `differing`: where rows differ in questions."""
     own = {name: [score for score in scores if score["suite"] == suite] for name, scores in by_name.items()}
     own = {name: scores for name, scores in own.items() if scores}
     title, caption, suffix = TITLES[suite], "95% intervals" if suite == "perplexity" else CAPTION, ""
@@ -168,7 +174,7 @@ def _tables(
         suffix = f", against {against}"
     if suite == "perplexity":
         tasks = dict.fromkeys(score["task"] for scores in own.values() for score in scores)
-        return [_by_length(f"{title}, {task} windows{suffix}", own, task, caption) for task in tasks]
+        return [_by_length(f"{title}, {task} windows{suffix}", own, task, caption, differing) for task in tasks]
     if suite in BY_LENGTH:
         return [_by_length(title + suffix, own, None, caption)]
     return [_by_task(title + suffix, own, base if suite == "short" else None, caption)]
@@ -192,7 +198,9 @@ def _differences(runs: Sequence[dict[str, Any]], names: Sequence[str], against: 
     return found
 
 
-def _by_length(title: str, own: Mapping[str, Sequence[Score]], task: str | None, caption: str) -> Table:
+def _by_length(
+    title: str, own: Mapping[str, Sequence[Score]], task: str | None, caption: str, differing: Container[str] = ()
+) -> Table:
     """A row for each method, a column for each length."""
     lengths = sorted({score["length"] for scores in own.values() for score in scores})
     rows: list[list[str]] = []
@@ -201,13 +209,14 @@ def _by_length(title: str, own: Mapping[str, Sequence[Score]], task: str | None,
         found = [_overall([s for s in scores if s["length"] == length], task) for length in lengths]
         shown += [score for score in found if score is not None]
         rows.append([name, *map(cell, found)])
-    told = _caption(caption, shown) + ("" if task else _other_tasks(own))
+    told = _caption(caption, shown)
+    told += _other_tasks(own) if task is None else _other_texts(task, lengths, differing)
     return Table(title=title, columns=["Method", *map(length_label, lengths)], rows=rows, caption=told)
 
 
 def _overall(scores: Sequence[Score], task: str | None) -> Score | None:
     """The score of a task; without one the average, or the only task there is."""
-    wanted = [score for score in scores if score["task"] == (task or AVERAGE)]
+    wanted = [score for score in scores if score["task"] == (AVERAGE if task is None else task)]
     return wanted[0] if wanted else (scores[0] if scores and task is None else None)
 
 
@@ -243,6 +252,21 @@ def _other_tasks(own: Mapping[str, Sequence[Score]]) -> str:
         return ""
     listed = (f"{name}: {', '.join(t) if len(t) <= MOST_LISTED else f'{len(t)} tasks'}" for name, t in tasks.items())
     return f"; rows are not of the same tasks ({'; '.join(listed)})"
+
+
+def _asked_otherwise(runs: Sequence[dict[str, Any]]) -> set[str]:
+    """The places, as in `values`, at which rows are not of the same questions or texts."""
+    asked: dict[str, set[str]] = {}
+    for run in runs:
+        for place, found in run["values"].items():
+            asked.setdefault(place, set()).add(found["asked"])
+    return {place for place, hashes in asked.items() if len(hashes) > 1}
+
+
+def _other_texts(task: str, lengths: Sequence[int], differing: Container[str]) -> str:
+    """What must be said of perplexities: the longest length of a row decides on its books, and how far they slide."""
+    found = [length_label(length) for length in lengths if f"perplexity/{task}/{length}" in differing]
+    return f"; rows are not of the same texts at {', '.join(found)}" if found else ""
 
 
 def _remarks(names: Sequence[str], runs: Sequence[dict[str, Any]]) -> str:

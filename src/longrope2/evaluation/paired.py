@@ -8,6 +8,7 @@ from typing import Any
 
 from longrope2.evaluation.results import AVERAGE, Measured
 from longrope2.evaluation.statistics import paired, student
+from longrope2.perplexity import LARGEST_NLL
 
 POINTS, PERCENT = "points more", "percent more"
 """The metrics of a difference: of two scores, and of two perplexities."""
@@ -68,5 +69,5 @@ def _percent(task: str, length: int | None, logarithms: Sequence[float]) -> Meas
     )
 
 
-def _in_percent(logarithm: float) -> float:
-    return 100 * math.expm1(logarithm)
+def _in_percent(logarithm: float) -> float | None:
+    return 100 * math.expm1(logarithm) if logarithm < LARGEST_NLL else None
