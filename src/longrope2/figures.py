@@ -143,7 +143,7 @@ def draw_calibration(result: Mapping[str, Any], path: Path) -> None:
         nll.set_ylabel("nats per answer token (± one standard error)")
         exact.set_ylabel("share of exact answers")
         exact.set_ylim(-0.03, 1.03)
-        nll.set_title(f"{result['model']}: where to switch")
+        nll.set_title(f"{_literal(result['model'])}: where to switch")
 
 
 def draw_by_length(series: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, *, label: str) -> None:
@@ -158,7 +158,8 @@ def draw_by_length(series: Mapping[str, Sequence[Mapping[str, Any]]], path: Path
                 [score["score"] - score["low"] for score in ordered],
                 [score["high"] - score["score"] for score in ordered],
             ]
-            axis.errorbar(lengths, means, reach, fmt="o-", capsize=3, markersize=4, label=name, color=COLOURS.get(name))
+            style = {"fmt": "o-", "capsize": 3, "markersize": 4, "color": COLOURS.get(name)}
+            axis.errorbar(lengths, means, reach, label=_literal(name), **style)
         ticks = sorted({score["length"] for scores in series.values() for score in scores})
         axis.set_xscale("log", base=2)
         axis.set_xticks(ticks, [length_label(length) for length in ticks])
@@ -183,7 +184,7 @@ def draw_heatmaps(grids: Mapping[str, Mapping[str, Any]], path: Path) -> None:
             axis.set_xticks(range(len(grid["lengths"])), [length_label(length) for length in grid["lengths"]])
             axis.set_yticks(range(len(grid["depths"])), [f"{100 * depth:.0f}%" for depth in grid["depths"]])
             axis.set_xlabel("tokens")
-            axis.set_title(name)
+            axis.set_title(_literal(name))
             axis.grid(visible=False)
             axis.set_xticks([edge + 0.5 for edge in range(len(grid["lengths"]) - 1)], minor=True)
             axis.set_yticks([edge + 0.5 for edge in range(len(grid["depths"]) - 1)], minor=True)
@@ -218,6 +219,11 @@ def draw_bars(values: Mapping[str, float], path: Path, *, label: str) -> None:
 def length_label(length: int) -> str:
     """128k rather than 131072."""
     return f"{length >> 10}k" if length % 1024 == 0 else str(length)
+
+
+def _literal(name: str) -> str:
+    """A name as it is: between two dollar signs, matplotlib would read a formula."""
+    return name.replace("$", r"\$")
 
 
 def _draw_factors(axis: Any, result: Mapping[str, Any]) -> None:

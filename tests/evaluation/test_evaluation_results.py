@@ -215,6 +215,11 @@ def test_compare_writes_markdown_json_and_figures(runs, tmp_path, monkeypatch, c
     assert json.loads(out)["retention"]["original"] == pytest.approx(1000 / 9)
 
 
+def test_a_name_is_no_formula(runs, tmp_path, monkeypatch, capsys):
+    code, out, _ = command(monkeypatch, capsys, "compare", f"$_$={runs[1]}", "-o", tmp_path / "out")
+    assert (code, "$_$" in out, len(list((tmp_path / "out").glob("*.png")))) == (0, True, 2)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
