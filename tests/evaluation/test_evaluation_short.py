@@ -193,6 +193,16 @@ def test_a_metric_of_all_documents_together_is_refused():
         _measure("wikitext", {"wikitext": [document]})
 
 
+def test_every_task_of_a_group_counts_by_its_own_first_filter():
+    from longrope2.evaluation.short import _measure
+
+    def documents(filter, score):
+        return [{"filter": filter, "metrics": ["acc"], "acc": score, "prompt_hash": "h"}] * 2
+
+    found = _measure("group", {"one": documents("none", 1.0), "two": documents("strict", 0.0) + documents("lax", 1.0)})
+    assert (found.score, found.samples) == (50.0, 4)
+
+
 def test_wrong_files_are_named(data, tmp_path):
     file = data / "short" / "hellaswag_val.jsonl"
     file.write_text(json.dumps(HELLASWAG[0]) + "\n" + json.dumps({"label": "1"}) + "\n")

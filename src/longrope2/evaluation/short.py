@@ -96,9 +96,8 @@ def _prepare(task: Any, examples: int | None, seed: int) -> None:
 
 def _measure(task: str, samples: dict[str, list[dict[str, Any]]]) -> Measured:
     """The mean over all documents; those of a group's tasks count the same, as the harness weighs them."""
-    documents = [document for part in samples.values() for document in part]
-    # Several filters read the same answer in different ways; the first one is the strict one.
-    documents = [document for document in documents if document["filter"] == documents[0]["filter"]]
+    # A task's filters read the same answer in different ways; the first one is the strict one.
+    documents = [each for part in samples.values() for each in part if each["filter"] == part[0]["filter"]]
     metric = METRICS.get(task) or _first_metric(documents[0])
     scores = [_number(document.get(metric)) for document in documents]
     if any(not 0 <= score <= 1 for score in scores):
