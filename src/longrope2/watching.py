@@ -13,7 +13,7 @@ from longrope2.console import duration
 from longrope2.errors import LongRopeError
 from longrope2.journal import TIME
 from longrope2.shapes import misfit
-from longrope2.training.progress import read_log
+from longrope2.training.progress import read_log, steps_in
 
 RECENT = 20
 """Steps whose mean time tells when training will end."""
@@ -25,8 +25,6 @@ JOURNAL = {
     TIME: {"seconds": float},
 }
 """What lines of a search's journal hold, by their type; others are passed over, as a line being written is."""
-STEP = {"step": int, "loss": float, "seconds": float}
-"""What a line of the training log holds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,8 +141,7 @@ def _searching(path: Path) -> tuple[float | None, str]:
 
 
 def _training(folder: Path) -> tuple[float | None, str]:
-    log = read_log(folder / ledger.TRAINING_LOG) if (folder / ledger.TRAINING_LOG).is_file() else []
-    log = [line for line in log if misfit(line, STEP) is None]
+    log = steps_in(read_log(folder / ledger.TRAINING_LOG)) if (folder / ledger.TRAINING_LOG).is_file() else []
     try:
         settings = json.loads((folder / ledger.TRAIN / "run.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -155,8 +152,7 @@ def _training(folder: Path) -> tuple[float | None, str]:
     if not log:
         return None, f"step 0 of {steps}"
     last, recent = log[-1], log[-RECENT:]
-    losses = {kind: last.get(f"loss_{kind}") for kind in ("short", "long")}
-    kinds = ", ".join(f"{kind} {loss:.3f}" for kind, loss in losses.items() if isinstance(loss, float | int))
+    kinds = ", ".join(f"{kind} {last[f'loss_{kind}']:.3f}" for kind in ("short", "long") if f"loss_{kind}" in last)
     text = f"step {last['step']} of {steps}, loss {last['loss']:.3f} ({kinds})"
     if isinstance(last.get("memory_gib"), float | int):
         text += f", {last['memory_gib']:.1f} GiB of GPU memory"

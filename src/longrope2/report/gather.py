@@ -10,7 +10,7 @@ from longrope2.evaluation.results import RESULTS, SCORE, grid_misfit
 from longrope2.factors import RescaleFactors
 from longrope2.methods import rescale
 from longrope2.shapes import misfit
-from longrope2.training.progress import read_log
+from longrope2.training.progress import read_log, steps_in
 
 AGAIN = "run `longrope2 extend` again as before: what is damaged is made anew"
 RUN_ON = {"device": str, "processes": int}
@@ -27,7 +27,6 @@ SEARCH = {
     ],
 }  # fmt: skip
 PLAN = {"rows": int, "config": {"seed": int}, "report": dict}
-STEP = {"loss": float, "tokens": int}
 TRAINING = {**RUN_ON, "config": {"train": dict}}
 RESULT = {**RUN_ON, "scores": [SCORE], "grids": dict, "seconds": float, "config": dict, "notes": list}
 VERIFIED = {...: [{"engine": str, "mode": str, "max_error": float | None, "verdict": str, "note": str}]}
@@ -59,7 +58,7 @@ def gather(folder: Path) -> dict[str, Any]:
         "factors": factors,
         "closed_forms": _closed_forms(factors, book["recipe"]["methods"]),
         "plan": _plan(folder / ledger.PLAN) if "data" in steps else None,
-        "log": [line for line in log if _is_step(line)],
+        "log": steps_in(log),
         "needles_while_training": [line for line in log if "needles" in line],
         "training": _json(folder / ledger.TRAINING_RECORD, TRAINING) if trained else None,
         "scores": scores,
@@ -116,12 +115,6 @@ def _plan(path: Path) -> dict[str, Any] | None:
     except OSError as error:
         raise LongRopeError(f"{path}: cannot be read ({error.strerror})", hint=AGAIN) from error
     return {"rows": header["rows"], "seed": header["config"]["seed"], **header["report"]}
-
-
-def _is_step(line: dict[str, Any]) -> bool:
-    """Whether a line of the log tells of a step; what a kill or a full disk has left of one is passed over."""
-    losses = {name: float for name in ("loss_short", "loss_long") if name in line}
-    return misfit(line, {**STEP, **losses}) is None
 
 
 def _evaluations(

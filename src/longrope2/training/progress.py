@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,14 @@ import torch
 from longrope2.console import ProgressLine, say
 from longrope2.errors import MissingExtraError
 from longrope2.files import write_text
+from longrope2.shapes import misfit
 from longrope2.training.gpus import GIB, known_gpu
 from longrope2.training.loop import StepResult, TrainConfig
 from longrope2.training.shape import Shape
 
 LOG = "log.jsonl"
+STEP = {"step": int, "loss": float, "tokens": int, "seconds": float}
+"""What the log has of every step; besides, the losses of the kinds of rows that it had."""
 
 
 class Reporter:
@@ -142,6 +145,16 @@ def read_log(path: Path) -> list[dict[str, Any]]:
         if isinstance(values, dict) and isinstance(values.get("step"), int):
             lines.append(values)
     return lines
+
+
+def steps_in(log: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The lines of a log that tell of a step; what a kill or a full disk has left of one is passed over."""
+    return [line for line in log if misfit(line, STEP | dict.fromkeys(losses_in(line), float)) is None]
+
+
+def losses_in(line: Mapping[str, Any]) -> dict[str, float]:
+    """The losses of a step: of all its rows, and of each kind."""
+    return {name: value for name, value in line.items() if name.startswith("loss")}
 
 
 def _line(values: Mapping[str, Any]) -> str:

@@ -11,17 +11,14 @@ from longrope2.console import show_json, show_table, warn
 from longrope2.distributed import World
 from longrope2.shapes import misfit
 from longrope2.training.job import Job, versions
-from longrope2.training.product import LOSSES, NEEDLES, RECORD
-from longrope2.training.progress import LOG, read_log
-
-STEP = {"loss": float, "tokens": int, "seconds": float}
-"""What the log has of a step; a line that was damaged counts for none."""
+from longrope2.training.product import NEEDLES, RECORD
+from longrope2.training.progress import LOG, losses_in, read_log, steps_in
 
 
 def make_record(job: Job, output: Path, here: World) -> dict[str, Any]:
     """What goes into the model's folder, from the job and the log of all its steps."""
     log = read_log(output / LOG)
-    steps = [line for line in log if misfit(line, STEP) is None and misfit(_losses(line), LOSSES) is None]
+    steps = steps_in(log)
     if (lost := job.config.train.steps - len(steps)) > 0:
         warn(
             f"{output / LOG} lacks {lost} of {job.config.train.steps} steps: tokens, seconds and losses in {RECORD} "
@@ -53,7 +50,7 @@ def make_record(job: Job, output: Path, here: World) -> dict[str, Any]:
         "steps": job.config.train.steps,
         "tokens": sum(line["tokens"] for line in steps),
         "seconds": sum(line["seconds"] for line in steps),
-        "losses": {"first": _losses(steps[0]), "last": _losses(steps[-1])} if steps else {},
+        "losses": {"first": losses_in(steps[0]), "last": losses_in(steps[-1])} if steps else {},
         "needles": {"first": needles[0], "last": needles[-1]} if needles else {},
     }
 
@@ -80,10 +77,6 @@ def show_record(folder: Path, *, as_json: bool) -> None:
         rows,
         caption=f"the model is in {folder}",
     )
-
-
-def _losses(line: dict[str, Any]) -> dict[str, float]:
-    return {name: value for name, value in line.items() if name.startswith("loss")}
 
 
 def _name(needles: dict[str, Any]) -> str:
