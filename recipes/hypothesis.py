@@ -28,7 +28,7 @@ from longrope2.memory import keep_freed_memory
 from longrope2.models import LoadedModel, describe, load
 from longrope2.needles import make_needles
 from longrope2.perplexity import scoring
-from longrope2.search.record import search_result
+from longrope2.search.record import HELD_OUT, IN_SAMPLE, SEARCHED, search_result
 
 SEED = 7  # of the documents, which are the same for every model with the same tokenizer
 
@@ -77,17 +77,16 @@ def searches(model: str, name: str, options: argparse.Namespace) -> list[dict[st
             iterations=options.iterations,
             attention_factor=options.temperature,
             upper=max(options.ratios),
-            held_out=options.documents,
             seed=seed,
         )
-        result = search_result(folder)
+        scores = {(row["method"], row["part"]): row["perplexity"] for row in search_result(folder)["scores"]}
         found.append(
             {
                 "seed": seed,
                 "critical_dimension": factors.critical_dimension,
                 "factors": list(factors.long),
-                "perplexity": result["perplexity"],
-                "held_out_perplexity": result["held_out_perplexity"],
+                "perplexity": scores[SEARCHED, IN_SAMPLE],
+                "held_out_perplexity": {name: value for (name, part), value in scores.items() if part == HELD_OUT},
             }
         )
     return found

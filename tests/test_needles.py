@@ -24,6 +24,7 @@ from longrope2.needles import (
     check_length,
     key_value,
     make_needles,
+    make_plain,
 )
 
 BYTE_LEVEL = ("split-digits", "digit-runs", "space-with-digits")
@@ -606,3 +607,44 @@ def test_template_from_dict() -> None:
 def test_import_brings_no_torch() -> None:
     code = "import sys, longrope2.needles; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# From the start of a book, and without a needle
+
+
+def test_from_the_start_a_book_begins_at_its_beginning_when_it_first_serves():
+    fast = tokenizer("split-digits")
+    documents = make_needles(fast, books(3), length=900, count=7, seed=0, depth=0.5, from_start=True)
+    assert [document.book_start for document in documents[:3]] == [0, 0, 0]
+    assert len({document.book for document in documents[:3]}) == 3
+    assert all(document.book_start > 0 for document in documents[3:])
+    for document in documents:
+        check(fast, document, 900)
+    elsewhere = make_needles(fast, books(3), length=900, count=3, seed=0, depth=0.5)
+    assert any(document.book_start > 0 for document in elsewhere)
+    # Keys and values are those of the same seed.
+    assert [document.value for document in elsewhere] == [document.value for document in documents[:3]]
+
+
+@pytest.mark.parametrize("kind", ["split-digits", "metaspace-bpe", "unigram"])
+@pytest.mark.parametrize("bos", [False, True])
+def test_plain_documents_are_book_text_alone(kind, bos):
+    fast, shelf = tokenizer(kind, bos), books(3)
+    documents = make_plain(fast, shelf, length=800, count=5, seed=0)
+    by_title = {book.title: book.text for book in shelf}
+    for number, document in enumerate(documents):
+        assert len(document.token_ids) == 800
+        assert list(document.token_ids[:1]) == [fast.bos_token_id] or not bos
+        text = fast.decode(document.token_ids, skip_special_tokens=True)
+        expected = by_title[document.book][document.book_start :]
+        assert "".join(expected.split()).startswith("".join(text.split())[:-8])
+        assert (document.book_start == 0) == (number < 3)
+    fewer = make_plain(fast, shelf, length=800, count=2, seed=0)
+    assert fewer == documents[:2]
+
+
+def test_plain_documents_need_books_that_are_long_enough():
+    with pytest.raises(DataError, match="no book is long enough"):
+        make_plain(tokenizer("split-digits"), books(), length=100_000, count=1, seed=0)
+    with pytest.raises(DataError, match="count must be at least 1"):
+        make_plain(tokenizer("split-digits"), books(), length=800, count=0, seed=0)

@@ -37,8 +37,7 @@ RECALL = {  # by the name that the mixes have for it: tokens of a document, docu
     "recall-32k": (32 * K, 320, 128),
     "recall-64k": (64 * K, 80, 256),
 }
-SEARCH = {"iterations": 6, "documents": 10, "held_out": 10, "compiled": True}
-WIDE = {"space": "wide", "iterations": 12}
+SEARCH = {"compiled": True}
 
 Make = Callable[["Bench", int, Path], RescaleFactors]
 
@@ -105,15 +104,13 @@ TUNING = {"table": "tuning", "mix": "books-32k", "make": closed("yarn"), "window
 OTHER_ROWS = {"table": "seeds-32k", "steps": 153, "seed": 1}
 LONGEST = {"table": "main-64k", "mix": "mix-64k", "length": 64 * K}
 SINGLE = {"window": "single"}
-DEPTHS = (0.0, 0.5, 0.2, 0.7, 0.4, 0.1, 0.6, 0.3, 0.8, 0.9)
 ROWS: dict[str, Row] = {
     "base": Row(title="original", table="main-32k", make=None, steps=0, evaluations=ALL),
     "yarn": Row(title="YaRN", make=closed("yarn"), **SINGLE, **MAIN),
     "ntk": Row(title="NTK", make=closed("ntk"), **SINGLE, **MAIN),
-    "longrope": Row(title="LongRoPE", make=searched(method="longrope", objective="plain"), **SINGLE, **MAIN),
+    "longrope": Row(title="LongRoPE", make=searched(method="longrope"), **SINGLE, **MAIN),
     "paper": Row(title="LongRoPE2 (paper)", make=searched(), **MAIN),
-    "wide": Row(title="LongRoPE2 (wide)", make=searched(**WIDE, race_confidence=0.5), **MAIN),
-    "wide-depths": Row(title="LongRoPE2 (wide, ten depths)", make=searched(**WIDE, depth=DEPTHS), **MAIN),
+    "wide": Row(title="LongRoPE2 (wide)", make=searched(space="wide"), **MAIN),
     "yarn-books": Row(title="YaRN", make=closed("yarn"), **SINGLE, **BOOKS),
     "wide-books": Row(title="LongRoPE2 (wide)", make=same_as("wide"), **BOOKS),
     "yarn-rcd": Row(title="YaRN-rcd", make=closed("yarn-rcd"), **SINGLE, **ABLATION),
@@ -127,8 +124,8 @@ ROWS: dict[str, Row] = {
     "yarn-other": Row(title="YaRN, other rows", make=closed("yarn"), **SINGLE, **OTHER_ROWS),
     "paper-other": Row(title="LongRoPE2 (paper), other rows", make=same_as("paper"), **OTHER_ROWS),
     "yarn-64k": Row(title="YaRN", make=closed("yarn"), **SINGLE, **LONGEST),
-    "paper-64k": Row(title="LongRoPE2 (paper)", make=searched(iterations=3), **LONGEST),
-    "wide-64k": Row(title="LongRoPE2 (wide)", make=searched(space="wide", iterations=3), **LONGEST),
+    "paper-64k": Row(title="LongRoPE2 (paper)", make=searched(), **LONGEST),
+    "wide-64k": Row(title="LongRoPE2 (wide)", make=searched(space="wide"), **LONGEST),
     "tune-1e-4": Row(title="1e-4", learning_rate=1e-4, **TUNING),
     "tune-3e-4": Row(title="3e-4", learning_rate=3e-4, **TUNING),
     "tune-1e-3": Row(title="1e-3", learning_rate=1e-3, **TUNING),

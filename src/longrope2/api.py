@@ -4,7 +4,6 @@ import contextlib
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,7 @@ from longrope2.export.run import export
 from longrope2.factors import RescaleFactors
 from longrope2.models import ModelInfo, describe, rescale_model
 from longrope2.models import load as load_model
-from longrope2.search.config import SearchConfig, check
-from longrope2.search.evolution import EvolutionConfig
+from longrope2.search.config import check, search_config
 from longrope2.search.run import check_output, search
 from longrope2.training.run import PRODUCT, run_train
 
@@ -52,8 +50,7 @@ def search_factors(
     """
     info = model if isinstance(model, ModelInfo) else describe(model)
     info.refuse_rescaled(extend_again=extend_again)
-    schedule = {f.name: options.pop(f.name) for f in fields(EvolutionConfig) if f.name in options}
-    config = SearchConfig(target_length=target_length, evolution=EvolutionConfig(**schedule), **options)
+    config = search_config(target_length=target_length, **options)
     check(config, info.rope)
     with world(group_size=tensor_parallel) as here:
         if output is not None and here.is_main:

@@ -59,6 +59,21 @@ class Floats(click.ParamType):  # type: ignore[type-arg]
         return numbers
 
 
+class Temperature(click.ParamType):  # type: ignore[type-arg]
+    """A number, or one of the words that stand for one."""
+
+    name = "A"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float | str:
+        """Parse, or fail with the forms that are accepted."""
+        if value in ("released", "searched"):
+            return str(value)
+        try:
+            return float(value)
+        except ValueError:
+            self.fail(f"{value!r} is not a temperature; write a number, released or searched", param, ctx)
+
+
 class Lengths(click.ParamType):  # type: ignore[type-arg]
     """Lengths separated by commas."""
 
@@ -107,6 +122,7 @@ LENGTH = Length()
 LENGTHS = Lengths()
 NAMES = Names()
 FLOATS = Floats()
+TEMPERATURE = Temperature()
 NAME = Name()
 FILE, FOLDER, PLACE = Place("FILE"), Place("FOLDER"), Place("PLACE")
 METHOD_NAMES = "pi, ntk, ntk-aware, dynamic-ntk, ntk-by-parts, yarn, llama3, ntk-rcd, yarn-rcd, longrope2, none"
@@ -239,12 +255,12 @@ def factors(
 @option("-o", "--output", required=True, type=FOLDER, help="For factors.json, the journal and figures.")
 @books_option
 @option("--documents", default=10, help="Needle documents, a book each.")
-@option("--held-out", default=0, help="Other documents to score the result on.")
+@option("--held-out", type=int, metavar="N", help="Other documents, to choose the winner on.  [default: as many]")
 @option(
     "--depth",
     type=FLOATS,
-    default="0",
-    help="Where the needle stands: 0 start, 1 end; of several, a document each, in turn.",
+    help="Where the needle stands: 0 start, 1 end; of several, a document each, in turn.  "
+    "[default: 0; 0,0.5,0.25,0.75 in the wide space]",
 )
 @option(
     "--objective",
@@ -269,20 +285,31 @@ def factors(
     default="longrope2",
     help="longrope: the first version (all dimensions, plain perplexity).",
 )
+@option(
+    "--staged/--no-staged",
+    default=None,
+    help="Search at twice the window first, then at four times it, and so on.  [default: in the wide space]",
+)
+@option(
+    "--algorithm",
+    type=Choice(["surrogate", "evolution"]),
+    default="surrogate",
+    help="surrogate: a model of the scores so far picks among many children; evolution: the paper's.",
+)
 @option("--population", default=64, help="Candidates to begin with.")
-@option("--iterations", default=40, help="Rounds of mutation and crossover.")
+@option("--iterations", default=8, help="Rounds of mutation and crossover; the paper's search has 40.")
 @option("--parents", default=32, help="Best candidates that the next ones are made from.")
-@option("--mutations", default=16, help="New candidates by mutation, an iteration.")
-@option("--crossovers", default=16, help="New candidates by crossover, an iteration.")
+@option("--mutations", default=4, help="New candidates by mutation, an iteration.")
+@option("--crossovers", default=4, help="New candidates by crossover, an iteration.")
 @option("--mutation-probability", default=0.3, help="That a mutation changes a factor.")
 @option("--lower", default=1.0, help="Least right-hand factor, in extension ratios.")
 @option("--upper", default=2.0, help="Largest right-hand factor, in extension ratios.")
 @option("--grid", default=0.01, help="Step between factors.")
 @option(
     "--attention-factor",
-    type=float,
-    metavar="A",
-    help="Temperature of long sequences; default: 1, or that of --method longrope.",
+    type=TEMPERATURE,
+    help="Temperature of long sequences: a number; released, √(1 + ln s/ln L), as the released models have it; or "
+    "searched.  [default: 1; searched in the wide space; released for --method longrope]",
 )
 @option(
     "--race",
@@ -290,7 +317,7 @@ def factors(
     default="statistical",
     help="When to stop scoring a candidate; off is the paper's schedule.",
 )
-@option("--race-confidence", default=1.0, help="Standard errors; more is safer, slower.")
+@option("--race-confidence", default=-0.5, help="Standard errors; more is safer, slower.")
 @seed_option
 @option("--compile", "compiled", is_flag=True, help="Compile the model: for long searches on a GPU.")
 @option("--tensor-parallel", default=1, help="GPUs that share one copy of the model.")

@@ -2,8 +2,8 @@
 
 import importlib
 from collections.abc import Sequence
-from types import ModuleType
-from typing import Literal, get_args, get_origin, get_type_hints
+from types import ModuleType, NoneType, UnionType
+from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 
 class LongRopeError(Exception):
@@ -71,13 +71,15 @@ def unknown_choices(config: object) -> list[str]:
 
     The command line refuses such a word by itself; from Python it would be taken for one of the others.
     """
-    hints = get_type_hints(type(config))
-    choices = {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
-    return [
-        f"{name} must be {' or '.join(map(repr, words))}, got {value!r}"
-        for name, words in choices.items()
-        if (value := getattr(config, name)) not in words
-    ]
+    found = []
+    for name, hint in get_type_hints(type(config)).items():
+        optional = get_origin(hint) in (Union, UnionType)
+        parts = [part for part in get_args(hint) if part is not NoneType] if optional else [hint]
+        if len(parts) == 1 and get_origin(parts[0]) is Literal:
+            words, value = get_args(parts[0]), getattr(config, name)
+            if value not in words and not (value is None and optional):
+                found.append(f"{name} must be {' or '.join(map(repr, words))}, got {value!r}")
+    return found
 
 
 def require(module: str, *, extra: str, purpose: str) -> ModuleType:

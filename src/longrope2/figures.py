@@ -100,22 +100,23 @@ def draw_factors(by_method: Mapping[str, RescaleFactors], path: Path) -> None:
 
 
 def draw_convergence(history: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Best perplexity and its critical dimension by iteration."""
+    """Best perplexity and its critical dimension by iteration, a line for each length."""
     with figure(path, 1, 2, (10, 3.6)) as axes:
-        iterations = [entry["iteration"] for entry in history]
         left, right = axes[0]
-        left.plot(iterations, [entry["perplexity"] for entry in history], color=COLOURS["longrope2"])
+        lengths = list(dict.fromkeys(entry["length"] for entry in history))
+        for number, length in enumerate(lengths, 1):
+            part = [entry for entry in history if entry["length"] == length]
+            iterations = [entry["iteration"] for entry in part]
+            look = {"color": COLOURS["longrope2"], "alpha": number / len(lengths), "label": f"{length:,} tokens"}
+            left.plot(iterations, [entry["perplexity"] for entry in part], **look)
+            right.step(iterations, [entry["critical_dimension"] for entry in part], where="post", **look)
         left.set_xlabel("iteration")
         left.set_ylabel("best perplexity")
         left.set_yscale("log")
-        right.step(
-            iterations,
-            [entry["critical_dimension"] for entry in history],
-            where="post",
-            color=COLOURS["longrope2"],
-        )
         right.set_xlabel("iteration")
         right.set_ylabel("critical dimension of the best")
+        if len(lengths) > 1:
+            left.legend(fontsize=8)
 
 
 def draw_calibration(result: Mapping[str, Any], path: Path) -> None:

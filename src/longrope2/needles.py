@@ -1,4 +1,4 @@
-"""Books → seeded needle documents of exactly the wanted length, with the answer's tokens marked."""
+"""Books → seeded documents of exactly the wanted length: with a needle and its answer marked, or plain."""
 
 import hashlib
 import json
@@ -122,6 +122,16 @@ class NeedleDocument:
         return np.arange(len(self.token_ids)) >= self.answer_start
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlainDocument:
+    """A piece of a book, nothing hidden in it."""
+
+    token_ids: tuple[int, ...]
+    """It opens as the tokenizer opens a text (one BOS or none)."""
+    book: str
+    book_start: int
+
+
 def key_value(rng: np.random.Generator, value_digits: int = 7) -> tuple[str, str]:
     """Draw a key like "numerous-kite" and a number of `value_digits` digits that does not start with 0."""
     key = f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"
@@ -141,11 +151,13 @@ def make_needles(
     value_digits: int = 7,
     note: Callable[[str], None] | None = None,
     around: int = 0,
+    from_start: bool = False,
 ) -> list[NeedleDocument]:
     """Make `count` documents of exactly `length` tokens, each with its own key, value and place in a book.
 
     Document k is the same however many are asked for. Several depths are taken in turn; "uniform" draws one
-    per document. With fewer long books than documents, books serve again from another start. A message about the
+    per document. With fewer long books than documents, books serve again from another start. With `from_start` a book
+    is read from its beginning when it first serves, as in the paper; otherwise from anywhere. A message about the
     length counts the `around` tokens that the caller puts around a document.
     """
     depths = (depth,) if isinstance(depth, int | float) else depth
@@ -153,22 +165,54 @@ def make_needles(
     note = note or (lambda message: None)
     codec = Codec(tokenizer)
     shelf = _Shelf(codec, books, length=length, seed=seed, note=note)
-    maker = _Maker(codec=codec, shelf=shelf, template=template, length=length, value_digits=value_digits, around=around)
+    maker = _Maker(
+        codec=codec,
+        shelf=shelf,
+        template=template,
+        length=length,
+        value_digits=value_digits,
+        around=around,
+        from_start=from_start,
+    )
     documents: list[NeedleDocument] = []
     for index in range(count):
         # The middle number keeps these streams apart from the one that shuffles the books.
         rng = np.random.default_rng([seed, 1, index])
         wanted = float(rng.uniform()) if depths == "uniform" else depths[index % len(depths)]
         documents.append(maker.make(documents, wanted, rng))
-    if count > len(shelf.books):
-        note(
-            f"{count} documents from {len(shelf.books)} books long enough for {length:,} tokens: "
-            "books serve more than once, each time from another start"
-        )
+    shelf.note_reuse(count, note)
     return documents
 
 
-def documents_digest(documents: Iterable[NeedleDocument]) -> str:
+def make_plain(
+    tokenizer: "PreTrainedTokenizerBase",
+    books: Iterable[Book],
+    *,
+    length: int,
+    count: int,
+    seed: int,
+    note: Callable[[str], None] | None = None,
+) -> list[PlainDocument]:
+    """Make `count` documents of exactly `length` tokens of book text.
+
+    A book is read from its beginning when it first serves. Document k is the same however many are asked for.
+    """
+    _check_arguments(count, seed, (0.0,), value_digits=7)
+    note = note or (lambda message: None)
+    codec = Codec(tokenizer)
+    shelf = _Shelf(codec, books, length=length, seed=seed, note=note)
+    documents = []
+    for index in range(count):
+        rng, book = np.random.default_rng([seed, 1, index]), shelf.book(index)
+        fraction = shelf.fraction(book, rng, from_start=True)
+        start, text = shelf.cut(book, length - len(codec.opening), fraction, after="", lead="")
+        shelf.used.add((book, start))
+        documents.append(PlainDocument(token_ids=(*codec.opening, *text), book=book.title, book_start=start))
+    shelf.note_reuse(count, note)
+    return documents
+
+
+def documents_digest(documents: "Iterable[NeedleDocument | PlainDocument]") -> str:
     """A hash that tells some documents from others, wherever their books came from."""
     content = json.dumps([document.token_ids for document in documents])
     return hashlib.sha256(content.encode()).hexdigest()[:16]
@@ -229,6 +273,19 @@ class _Shelf:
         while len(self.books) <= number and (book := next(self._unseen, None)) is not None:
             self.books.append(book)
         return self.books[number % len(self.books)]
+
+    def fraction(self, book: Book, rng: np.random.Generator, *, from_start: bool) -> float:
+        """Where to begin in a book, as a fraction of the possible starts."""
+        drawn = float(rng.uniform())
+        return 0.0 if from_start and all(used is not book for used, _ in self.used) else drawn
+
+    def note_reuse(self, count: int, note: Callable[[str], None]) -> None:
+        """Say so where `count` documents were made of fewer books."""
+        if count > len(self.books):
+            note(
+                f"{count} documents from {len(self.books)} books long enough for {self._length:,} tokens: "
+                "books serve more than once, each time from another start"
+            )
 
     def cut(self, book: Book, budget: int, fraction: float, *, after: str, lead: str) -> tuple[int, list[int]]:
         """`budget` ids from about `fraction` of the possible starts on, and the character they start at."""
@@ -291,6 +348,7 @@ class _Maker:
     length: int
     value_digits: int
     around: int
+    from_start: bool
 
     def make(self, earlier: Sequence[NeedleDocument], depth: float, rng: np.random.Generator) -> NeedleDocument:
         """Draw key, value and place in a book until the document reads back as it should."""
@@ -309,7 +367,8 @@ class _Maker:
             # What the book follows: the needle, the line of the instruction, or nothing.
             after, lead = ("a", " ") if depth == 0.0 else ("\n" if self.template.instruction else "", "")
             book = self.shelf.book(len(earlier) + max(0, attempt - ATTEMPTS_IN_OWN_BOOK + 1))
-            start, text = self.shelf.cut(book, budget, float(rng.uniform()), after=after, lead=lead)
+            fraction = self.shelf.fraction(book, rng, from_start=self.from_start)
+            start, text = self.shelf.cut(book, budget, fraction, after=after, lead=lead)
             if len(text) < budget or (book, start) in self.shelf.used:
                 reason = f"'{book.title}' has no room for another start"
                 continue

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from longrope2.attention import TrailingQueries, our_attention
 from longrope2.factors import RescaleFactors
-from longrope2.needles import NeedleDocument
+from longrope2.needles import NeedleDocument, PlainDocument
 from longrope2.rotary import RescaledRotary, is_long, rescaled
 
 Objective = Literal["needle", "plain"]
@@ -61,7 +61,7 @@ class Scorer:
         self._rotary = rotary
         self._objective = objective
 
-    def __call__(self, factors: RescaleFactors, documents: Sequence[NeedleDocument]) -> list[Score]:
+    def __call__(self, factors: RescaleFactors, documents: Sequence[NeedleDocument | PlainDocument]) -> list[Score]:
         """Score documents of one length, as one batch."""
         self._rotary.factors = factors
         tokens = torch.tensor([d.token_ids for d in documents], device=self._model.device)
@@ -69,7 +69,7 @@ class Scorer:
         with torch.no_grad():
             if self._objective == "plain":
                 return [self._plain(row) for row in tokens]
-            return self._needle(tokens, [d.answer_start for d in documents])
+            return self._needle(tokens, [d.answer_start for d in documents if isinstance(d, NeedleDocument)])
 
     def _needle(self, tokens: Tensor, answer_starts: Sequence[int]) -> list[Score]:
         # The logits that predict a token stand one position before it.

@@ -1,7 +1,6 @@
 """`longrope2 watch`: how far a run is, read from its files alone, so that it works on any run and disturbs none."""
 
 import json
-import math
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,9 +18,8 @@ RECENT = 20
 """Steps whose mean time tells when training will end."""
 DAY = 24 * 60 * 60
 JOURNAL = {
-    "header": {"config": {"documents": int, "evolution": {"iterations": int}}},
-    "candidate": {"id": str, "iteration": int},
-    "evaluation": {"key": str, "document": int, "nll": float | None, "tokens": int},
+    "header": {"stages": [int], "config": {"evolution": {"iterations": int}}},
+    "iteration": {"length": int, "perplexity": float | None},
     TIME: {"seconds": float},
 }
 """What lines of a search's journal hold, by their type; others are passed over, as a line being written is."""
@@ -100,43 +98,34 @@ def _result(folder: Path, stage: str) -> str:
 
 
 def _searching(path: Path) -> tuple[float | None, str]:
-    """From the journal: the iteration that is under way, and the best candidate scored on every document."""
+    """From the journal: how the last iteration ended."""
     header: dict[str, Any] = {}
-    candidates: set[str] = set()
-    nll: dict[str, dict[int, float]] = {}
-    tokens: dict[str, int] = {}
-    iteration, evaluations, spent = 0, 0, 0.0
+    ended: dict[str, Any] = {}
+    evaluations, done, spent = 0, 0, 0.0
     for line in _lines(path):
         if misfit(line, JOURNAL.get(line["type"], {})):
             continue
         if line["type"] == "header":
             header = line
-        elif line["type"] == "candidate":
-            candidates.add(line["id"])
-            iteration = max(iteration, line["iteration"])
+        elif line["type"] == "iteration":
+            ended, done = line, done + 1
         elif line["type"] == "evaluation":
             evaluations += 1
-            value = math.inf if line["nll"] is None else line["nll"]
-            nll.setdefault(line["key"], {})[line["document"]] = value
-            tokens[line["key"]] = tokens.get(line["key"], 0) + line["tokens"]
         elif line["type"] == TIME:
             spent += line["seconds"]
     if not header:
         return None, ""
-    documents = range(header["config"]["documents"])
-    # Closed forms are scored too, for comparison.
-    whole = {key: nll[key] for key in candidates & nll.keys() if all(document in nll[key] for document in documents)}
-    totals = {
-        key: sum(found[d] for d in documents) * len(found) / tokens[key] / len(documents)
-        for key, found in whole.items()
-    }
-    best = min(totals.values(), default=None)
-    iterations = header["config"]["evolution"]["iterations"]
-    text = f"iteration {iteration} of {iterations}, {evaluations:,} evaluations"
-    if best is not None and best < 700:
-        text += f", best perplexity {math.exp(best):.4f}"
-    # Of all sessions: iterations that are done were timed, whoever did them.
-    left = spent / iteration * (iterations + 1 - iteration) if iteration and spent else None
+    iterations, lengths = header["config"]["evolution"]["iterations"], header["stages"]
+    # The iteration under way, or the last one.
+    stage, iteration = divmod(min(done, len(lengths) * (iterations + 1) - 1), iterations + 1)
+    text = f"{lengths[stage]:,} tokens, iteration {iteration} of {iterations}, {evaluations:,} evaluations"
+    if ended and ended["perplexity"] is not None:
+        text += f", best perplexity {ended['perplexity']:.4g}"
+        if ended["length"] != lengths[stage]:
+            text += f" at {ended['length']:,}"
+    # Of all sessions. A stage takes about four times as long as the one of half its length.
+    shares = [4.0**number for number in range(len(lengths)) for _ in range(iterations + 1)]
+    left = spent * sum(shares[done:]) / sum(shares[:done]) if done and spent else None
     return left, text
 
 

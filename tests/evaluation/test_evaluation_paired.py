@@ -11,7 +11,7 @@ from longrope2.errors import LongRopeError
 from longrope2.evaluation.compare import compare
 from longrope2.evaluation.paired import PERCENT, POINTS, differences
 from longrope2.evaluation.results import accuracy, perplexity
-from longrope2.evaluation.statistics import paired
+from longrope2.intervals import paired
 from longrope2.perplexity import Score
 
 

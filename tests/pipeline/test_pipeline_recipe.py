@@ -16,7 +16,7 @@ from longrope2.errors import LongRopeError
 from longrope2.evaluation.run import EvaluationConfig
 from longrope2.models import describe
 from longrope2.pipeline.recipe import conforms, default_evaluations, presets, read_recipe
-from longrope2.pipeline.steps import Setting, make_steps, search_config
+from longrope2.pipeline.steps import Setting, make_steps, recipe_search
 from longrope2.training.job import resolve
 
 ROOT = Path(__file__).parent.parent.parent
@@ -30,7 +30,7 @@ def test_the_folder_recipes_has_what_the_package_has():
 def test_presets_resolve(name):
     """Every table is what its command accepts, and buckets fit the trained window."""
     recipe = read_recipe(name)
-    assert search_config(recipe).problems() == []
+    assert recipe_search(recipe).problems() == []
     windows = {"tiny-laptop": 256, "phi3-mini-128k": 2048}
     original = windows.get(name, 8192)
     assert recipe.original_length in (None, original)
@@ -58,10 +58,13 @@ def test_presets_resolve(name):
 def test_paper_recipes_are_the_papers(name):
     """Appendix, section 4.1 and table 1: the tokens of each source and of each range of lengths."""
     recipe = read_recipe(name)
-    config = search_config(recipe)
+    config = recipe_search(recipe)
     schedule = config.evolution
     assert (schedule.population, schedule.iterations, config.mutation_probability) == (64, 40, 0.3)
+    assert (schedule.algorithm, schedule.parents, schedule.mutations, schedule.crossovers) == ("evolution", 32, 16, 16)
     assert (config.documents, config.space, config.depth, config.objective) == (10, "paper", 0.0, "needle")
+    assert (config.attention_factor, config.staged) == (1.0, False)
+    assert [table["samples"] for table in recipe.evaluate if table["suites"] == ("niah",)] == [10]
     assert (recipe.train["batch_rows"], recipe.train["learning_rate"]) == (64, 2e-5)
     assert recipe.target_length == 131072
     total = parse_tokens(recipe.plan["tokens"])

@@ -54,24 +54,31 @@ def write(path: Path, value) -> None:
 def _search(folder, rng):
     found_factors().save(folder / ledger.FACTORS)
     convergence = [
-        {"iteration": i, "perplexity": 1.5 / (i + 1) + 1, "critical_dimension": 9 + i % 2, "evaluations": 10 * i + 10,
-         "exhaustive_evaluations": 16 * i + 16}
-        for i in range(5)
+        {"length": length, "iteration": i, "perplexity": 1.5 / (i + 1) + 1, "critical_dimension": 9 + i % 2,
+         "evaluations": 10 * i + 10, "exhaustive_evaluations": 16 * i + 16}
+        for length in (2048, 4096) for i in range(5)
+    ]  # fmt: skip
+    scores = [
+        {"method": method, "part": part, "perplexity": value, "low": 1.0, "high": 20.0, "exact": 1, "documents": 2}
+        for method, part, value in (
+            ("searched", "in sample", 1.3), ("searched", "held out", 1.5), ("pi", "held out", 12.5),
+            ("yarn", "held out", 1.73), ("ntk", "held out", None),
+        )
     ]  # fmt: skip
     result = {
         "weights": "sha256:def", "config": {"evolution": {"seed": 7, "iterations": 4}, "documents": 2},
-        "convergence": convergence, "closed_form_perplexity": {"pi": 12.5, "yarn": 1.73, "ntk": None},
+        "convergence": convergence, "scores": scores, "stages": [2048, 4096],
         "document_evaluations": 50, "exhaustive_evaluations": 80, "device": "cpu", "processes": 1,
     }  # fmt: skip
     write(folder / ledger.SEARCH, result)
-    lines = [{"type": "header", "config": result["config"]}]
-    for candidate in range(3):
-        lines.append({"type": "candidate", "id": f"c{candidate}", "iteration": candidate})
-        for document in range(2):
-            lines.append(
-                {"type": "evaluation", "key": f"c{candidate}", "document": document,
-                 "nll": 8.0 - candidate, "tokens": 8, "exact": False}
-            )  # fmt: skip
+    lines = [{"type": "header", "config": result["config"], "stages": result["stages"]}]
+    for number, entry in enumerate(convergence):
+        lines.append({"type": "generation", "stage": number // 5, "iteration": number % 5, "genomes": []})
+        lines.append(
+            {"type": "evaluation", "key": f"c{number}", "document": 0, "nll": 8.0, "tokens": 8, "exact": False}
+        )
+        place = {"stage": number // 5, "iteration": number % 5}
+        lines.append({"type": "iteration", **place, **{key: entry[key] for key in ("length", "perplexity")}})
     (folder / ledger.HISTORY).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 

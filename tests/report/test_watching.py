@@ -21,8 +21,7 @@ def test_a_finished_run(tmp_path):
     folder = make_run(tmp_path / "run")
     assert states(folder) == dict.fromkeys(ledger.STAGES, "done")
     by_stage = {view.stage: view for view in look(folder)}
-    # Candidate 2 is the best: 2 documents of 6 nats and 8 tokens each.
-    assert by_stage["search"].text == "iteration 2 of 4, 6 evaluations, best perplexity 2.1170"
+    assert by_stage["search"].text == "4,096 tokens, iteration 4 of 4, 10 evaluations, best perplexity 1.3"
     assert by_stage["train"].text.startswith("step 12 of 12, loss 3.083 (short 2.583, long 3.583), 3.2 GiB")
     assert by_stage["evaluate"].text == "10 of 10"
 
@@ -47,13 +46,17 @@ def test_a_search_under_way_tells_its_best(tmp_path):
     folder = make_run(tmp_path / "run", stages=("search",))
     lines = (folder / ledger.HISTORY).read_text().splitlines(keepends=True)
     earlier = json.dumps({"type": "time", "seconds": 30.0}) + "\n"
-    (folder / ledger.HISTORY).write_text("".join(lines[:6]) + earlier + "{")
+    # The first population and an iteration are done, and the next one has begun.
+    (folder / ledger.HISTORY).write_text("".join(lines[:9]) + earlier + "{")
     Ledger(folder).start("search", {"model": {}, "options": {}, "needs": {}})
     with only_one(folder):
         search = look(folder)[0]
-    # Candidate 0 has both documents, 8 nats and 8 tokens each; candidate 1 but one, which does not count.
-    assert search.text == "iteration 1 of 4, 3 evaluations, best perplexity 2.7183"
-    assert search.left == 120.0  # four iterations, each as long as the first, which an earlier session has done
+    assert search.text == "2,048 tokens, iteration 2 of 4, 3 evaluations, best perplexity 1.75"
+    # Three more as long as these two, in an earlier session, and then five that take four times as long.
+    assert search.left == 30.0 / 2 * (3 + 5 * 4)
+    (folder / ledger.HISTORY).write_text("".join(lines[:17]) + earlier)
+    search = look(folder)[0]
+    assert search.text == "4,096 tokens, iteration 0 of 4, 5 evaluations, best perplexity 1.3 at 2,048"
 
 
 def test_evaluations_are_counted(tmp_path):
@@ -102,21 +105,11 @@ def test_following_goes_on_between_two_steps(tmp_path, monkeypatch):
     assert naps == [0.01] * 3
 
 
-def test_the_best_candidate_is_none_of_the_closed_forms(tmp_path):
-    folder = make_run(tmp_path / "run", stages=("search",))
-    before = look(folder)[0].text.rpartition(", ")[2]
-    with (folder / ledger.HISTORY).open("a") as journal:
-        for document in range(2):
-            line = {"type": "evaluation", "key": "yarn", "document": document, "nll": 0.1, "tokens": 8}
-            journal.write(json.dumps(line) + "\n")
-    assert look(folder)[0].text.rpartition(", ")[2] == before == "best perplexity 2.1170"
-
-
 def test_lines_that_hold_less_are_passed_over(tmp_path):
     folder = make_run(tmp_path / "run", stages=("search", "data", "train"))
     before = look(folder)
     with (folder / ledger.HISTORY).open("a") as journal:
-        journal.write('{"type": "candidate"}\n{"type": "evaluation", "key": 3}\n{"type": []}\n')
+        journal.write('{"type": "iteration"}\n{"type": "iteration", "length": "long"}\n{"type": []}\n')
     with (folder / ledger.TRAINING_LOG).open("a") as log:
         log.write('{"step": 13, "loss": "none", "seconds": 1}\n')
     assert look(folder) == before

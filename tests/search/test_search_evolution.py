@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from longrope2.methods import METHODS, rescale
 from longrope2.rope import RopeSpec
 from longrope2.search.evolution import FINALISTS, EvolutionConfig, children, evolve, first_population
-from longrope2.search.journal import Journal
 from longrope2.search.racing import Scores
 from longrope2.search.space import SearchSpace
 
@@ -20,9 +19,14 @@ LLAMA3 = RopeSpec(rotary_dim=128, theta=5e5, original_length=8192)
 SMOLLM2 = RopeSpec(rotary_dim=64, theta=1e5, original_length=8192)
 TINY = RopeSpec(rotary_dim=64, theta=1e4, original_length=256)
 SMALL = EvolutionConfig(population=16, parents=8, iterations=6, mutations=6, crossovers=6)
+PAPER = EvolutionConfig(
+    algorithm="evolution", population=64, iterations=40, parents=32, mutations=16, crossovers=16, race="off"
+)
 
 
 def make_space(spec=TINY, ratio=4, **options):
+    if options.get("kind") == "wide":
+        options.setdefault("attention_factor", None)
     return SearchSpace(spec=spec, target_length=round(spec.original_length * ratio), **options)
 
 
@@ -68,7 +72,7 @@ def searched_optimum(space, c, seed=0):
 def test_the_paper_schedule_costs_13440_evaluations_of_1344_candidates():
     space = make_space(LLAMA3, 16)
     landscape = Landscape(searched_optimum(space, 30), documents=10)
-    outcome = evolve(space, EvolutionConfig(race="off"), 10, landscape)
+    outcome = evolve(space, PAPER, 10, landscape)
     assert len(outcome.genomes) == 64 + 40 * (16 + 16) == 1344
     assert len(landscape.calls) == sum(landscape.calls.values()) == 13_440
     assert max(landscape.calls.values()) == 1
@@ -88,7 +92,7 @@ def test_racing_costs_far_less_and_finds_as_good():
     full, raced = Landscape(optimum, documents=10), Landscape(optimum, documents=10)
     best = {}
     for landscape, race in ((full, "off"), (raced, "statistical")):
-        outcome = evolve(space, EvolutionConfig(iterations=15, race=race), 10, landscape)
+        outcome = evolve(space, dataclasses.replace(PAPER, iterations=15, race=race), 10, landscape)
         best[race] = outcome.history[-1].best_nll - landscape.base.sum()
     assert sum(raced.calls.values()) < sum(full.calls.values()) / 3
     assert max(raced.calls.values()) == 1
@@ -100,8 +104,16 @@ def test_the_first_population_has_exactly_the_size_asked_for(size):
     population = first_population(make_space(LLAMA3, 16), size, np.random.default_rng(0))
     assert len(population) == size
     assert len({genome.key() for genome in population}) == size
-    # Seeds stand first; what follows are mutations of them.
-    assert [genome.origin for genome in population] == ["random"] * min(size, 12) + ["mutation"] * (size - 12)
+    # Three of four are drawn, at least one for each critical dimension; what follows are mutations.
+    drawn = min(size, max(12, round(0.75 * size)))
+    assert [genome.origin for genome in population] == ["random"] * drawn + ["mutation"] * (size - drawn)
+
+
+def test_a_first_population_has_many_levels_for_each_critical_dimension():
+    """One level for each was what every search of the first release ended with."""
+    drawn = [g for g in first_population(make_space(SMOLLM2, 4), 64, np.random.default_rng(0)) if g.origin == "random"]
+    levels = {c: {genome.right[0] for genome in drawn if genome.critical_dimension == c} for c in range(14, 21)}
+    assert all(len(found) >= 6 for found in levels.values())
 
 
 def test_a_small_population_has_critical_dimensions_from_the_whole_range():
@@ -113,22 +125,50 @@ def test_a_small_population_has_critical_dimensions_from_the_whole_range():
     assert {genome.shape for genome in drawn} == {"ntk", "ramp"}
 
 
-def test_the_wide_population_keeps_closed_forms_and_one_more_however_small():
-    population = first_population(make_space(LLAMA3, 16, kind="wide"), 3, np.random.default_rng(0))
-    assert [genome.origin for genome in population] == [*METHODS, "random"]
+def test_the_first_population_keeps_closed_forms_and_what_was_carried_however_small():
+    space = make_space(LLAMA3, 16, kind="wide")
+    carried = [dataclasses.replace(genome, origin="carried") for genome in space.draws(5, np.random.default_rng(9))]
+    population = first_population(space, 3, np.random.default_rng(0), carried)
+    assert [genome.origin for genome in population] == [*METHODS, *["carried"] * 5]
+    assert [genome.origin for genome in first_population(make_space(), 1, np.random.default_rng(0))] == ["random"]
 
 
-def test_children_are_new_and_as_many_as_configured():
+def scored(space, population, landscape):
+    """Every individual on every document."""
+    scores = Scores(len(landscape))
+    for genome in population:
+        for document in range(len(landscape)):
+            scores.add(genome.key(), document, landscape.nll(genome.factors(), genome.attention_factor, document))
+    return {genome.key(): genome for genome in population}, scores
+
+
+@pytest.mark.parametrize("algorithm", ["surrogate", "evolution"])
+def test_children_are_new_and_as_many_as_configured(algorithm):
     space = make_space(LLAMA3, 16)
     rng = np.random.default_rng(0)
-    parents = first_population(space, 20, rng)
-    seen = {genome.key() for genome in parents}
-    config = EvolutionConfig(mutations=7, crossovers=9)
-    made = children(space, config, parents, set(seen), rng)
-    assert [genome.origin for genome in made] == ["mutation"] * 7 + ["crossover"] * 9
+    genomes, scores = scored(space, first_population(space, 20, rng), Landscape(searched_optimum(space, 30)))
+    made = children(space, EvolutionConfig(algorithm=algorithm, mutations=7, crossovers=9), genomes, scores, rng)
     keys = {genome.key() for genome in made}
-    assert len(keys) == 16
-    assert not keys & seen
+    assert len(keys) == len(made) == 16
+    assert not keys & set(genomes)
+    if algorithm == "evolution":
+        assert [genome.origin for genome in made] == ["mutation"] * 7 + ["crossover"] * 9
+
+
+def test_the_surrogate_chooses_children_that_are_better_than_those_it_leaves():
+    space = make_space(LLAMA3, 16)
+    landscape = Landscape(searched_optimum(space, 30), noise=0.0)
+    gains = []
+    for seed in range(8):
+        rng = np.random.default_rng(seed)
+        genomes, scores = scored(space, first_population(space, 64, rng), landscape)
+        means = []
+        for algorithm in ("surrogate", "evolution"):
+            config = EvolutionConfig(algorithm=algorithm, mutations=8, crossovers=8)
+            made = children(space, config, genomes, scores, np.random.default_rng(seed))
+            means.append(np.mean([landscape.total(genome.factors()) for genome in made]) - landscape.base.sum())
+        gains.append(means[1] / means[0])
+    assert min(gains) > 1.5
 
 
 @pytest.mark.parametrize("race", ["off", "exact", "statistical"])
@@ -145,6 +185,46 @@ def test_a_search_depends_on_its_seed_alone(race, kind):
 
     assert run(0) == run(0)
     assert run(0)[0] != run(1)[0]
+
+
+def test_a_stage_has_random_draws_of_its_own():
+    space = make_space()
+    landscape = Landscape(searched_optimum(space, 9))
+    one, two = (list(evolve(space, SMALL, len(landscape), landscape, stage=stage).genomes) for stage in (0, 1))
+    assert set(one) != set(two)
+
+
+@pytest.mark.parametrize("race", ["off", "statistical"])
+def test_candidates_that_are_known_are_not_made_again_and_lead_the_same_way(race):
+    """As after a kill, also where a surrogate would round otherwise: the choice was made before."""
+    space = make_space(kind="wide")
+    landscape = Landscape(searched_optimum(space, 9))
+    config = dataclasses.replace(SMALL, race=race)
+    kept = {}
+
+    def keep(iteration, make):
+        kept[iteration] = make()
+        return kept[iteration]
+
+    first = evolve(space, config, len(landscape), landscape, generation=keep)
+
+    def known(iteration, make):
+        return kept[iteration] if iteration < 4 else make()
+
+    again = evolve(space, config, len(landscape), landscape, generation=known)
+    assert list(again.genomes) == list(first.genomes)
+    assert again.history == first.history
+    assert again.scores == first.scores
+
+
+def test_carried_candidates_halve_what_is_drawn():
+    space = make_space()
+    landscape = Landscape(searched_optimum(space, 9))
+    carried = space.draws(4, np.random.default_rng(5))
+    config = dataclasses.replace(SMALL, iterations=0, race="off")
+    outcome = evolve(space, config, len(landscape), landscape, carried=carried)
+    assert {genome.key() for genome in carried} < set(outcome.genomes)
+    assert len(outcome.genomes) == SMALL.population // 2
 
 
 def test_children_depend_on_the_seed_even_where_the_first_population_does_not():
@@ -205,10 +285,10 @@ def test_it_comes_near_a_known_optimum(race, seed):
 def test_a_perfectly_known_best_is_found_at_once():
     """The optimum is one of the seeds: no child can take its place."""
     space = make_space()
-    seeds = list(space.seeds(np.random.default_rng([3, 0])))
-    landscape = Landscape(seeds[4].factors())
+    first = first_population(space, SMALL.population, np.random.default_rng([3, 0, 0, 0]))
+    landscape = Landscape(first[4].factors())
     outcome = evolve(space, dataclasses.replace(SMALL, seed=3), len(landscape), landscape)
-    assert outcome.best == seeds[4]
+    assert outcome.best == first[4]
     assert outcome.history[-1].best_nll == pytest.approx(landscape.base.sum())
 
 
@@ -225,13 +305,13 @@ def test_the_wide_search_never_ends_below_a_closed_form_that_is_the_optimum(race
 
 @settings(max_examples=30)
 @given(
-    race=st.sampled_from(["off", "exact", "statistical"]),
+    race=st.sampled_from(["off", "exact"]),
     seed=st.integers(0, 2**32 - 1),
     noise=st.floats(0, 3),
     iterations=st.integers(0, 3),
 )
-def test_the_wide_search_never_ends_below_any_closed_form(race, seed, noise, iterations):
-    """Documents here disagree as much as one likes, so a closed form may look bad on the first of them."""
+def test_without_guessing_the_wide_space_never_ends_below_any_closed_form(race, seed, noise, iterations):
+    """Documents here disagree as much as one likes. Where they race by estimates, `search` sees to it at the end."""
     space = make_space(SMOLLM2, 4, kind="wide")
     rng = np.random.default_rng(seed)
     landscape = Landscape(np.sort(rng.uniform(1, 8, 32)), seed=seed, noise=noise)
@@ -248,32 +328,12 @@ def test_the_wide_search_never_ends_below_any_closed_form(race, seed, noise, ite
     )
 
 
-@pytest.mark.parametrize("race", ["off", "exact", "statistical"])
-@pytest.mark.parametrize("hard", range(5))
-def test_a_closed_form_that_one_hard_document_speaks_against_is_not_lost(race, hard):
-    """YaRN is the best of all by far, but whoever looks at the hard document first thinks it the worst."""
-    space = make_space(SMOLLM2, 4, kind="wide")
-    yarn = space.closed_form("yarn").key()
-
-    def nll(genome, document):
-        if genome.key() == yarn:
-            return 3.0 if document == hard else 1.0
-        return 1.5 + 1e-4 * np.log(genome.factors()).sum()
-
-    def evaluate(tasks):
-        return [nll(*task) for task in tasks]
-
-    outcome = evolve(space, dataclasses.replace(SMALL, race=race), 5, evaluate)
-    assert outcome.best.key() == yarn
-    assert outcome.history[-1].best_nll == pytest.approx(7.0)
-
-
 @settings(max_examples=10)
 @given(seed=st.integers(0, 2**32 - 1), noise=st.floats(0, 2), parents=st.integers(3, 8))
 def test_exact_racing_goes_exactly_the_way_of_no_racing(seed, noise, parents):
     space = make_space()
     optimum = searched_optimum(space, 9, seed)
-    config = dataclasses.replace(SMALL, iterations=4, parents=parents, seed=seed)
+    config = dataclasses.replace(SMALL, algorithm="evolution", iterations=4, parents=parents, seed=seed)
     off, exact = Landscape(optimum, seed=seed, noise=noise), Landscape(optimum, seed=seed, noise=noise)
     full = evolve(space, dataclasses.replace(config, race="off"), len(off), off)
     raced = evolve(space, dataclasses.replace(config, race="exact"), len(exact), exact)
@@ -300,6 +360,8 @@ def test_the_finalists_and_the_result_are_scored_on_every_document(race):
     complete = [key for key in outcome.genomes if outcome.scores.is_complete(key)]
     totals = {key: landscape.total(outcome.genomes[key].factors()) for key in complete}
     assert outcome.best.key() == min(totals, key=totals.__getitem__)
+    best_first = sorted(totals, key=totals.__getitem__)
+    assert [genome.key() for genome in outcome.finalists()] == best_first[:FINALISTS]
     assert outcome.history[-1].evaluations == sum(landscape.calls.values())
     if race == "statistical":
         assert landscape.last_batch
@@ -347,16 +409,6 @@ def test_reports_come_one_an_iteration_and_say_what_it_cost():
     assert all(a.evaluations <= a.exhaustive_evaluations for a in reports)
 
 
-def test_candidates_are_noted_in_the_journal_with_genes_and_iteration(tmp_path):
-    space = make_space()
-    landscape = Landscape(searched_optimum(space, 9))
-    journal = Journal(tmp_path / "history.jsonl", {})
-    outcome = evolve(space, SMALL, len(landscape), landscape, journal=journal)
-    journal.close()
-    notes = Journal(tmp_path / "history.jsonl", {})._noted
-    assert notes == {f"candidate:{key}" for key in outcome.genomes}
-
-
 @pytest.mark.parametrize("race", ["off", "exact", "statistical"])
 def test_candidates_a_model_cannot_bear_do_not_stop_the_search(race):
     """Half of the space overflows, and on one document so do all others: infinite NLL, never NaN."""
@@ -383,7 +435,7 @@ def test_a_finite_candidate_replaces_an_infinite_best(race, confidence):
     space = make_space()
     landscape = Landscape(searched_optimum(space, 9))
     config = dataclasses.replace(SMALL, race=race, race_confidence=confidence, iterations=1)
-    first = first_population(space, SMALL.population, np.random.default_rng([0, 0]))
+    first = first_population(space, SMALL.population, np.random.default_rng([0, 0, 0, 0]))
     infinite = {genome.key() for genome in first}
 
     def evaluate(tasks):
@@ -401,7 +453,7 @@ def test_a_finite_candidate_replaces_an_infinite_best(race, confidence):
 
 def test_every_problem_of_a_schedule_is_named():
     config = EvolutionConfig(
-        population=0, iterations=-1, parents=0, mutations=-1, crossovers=-2, race_confidence=-0.1, seed=-3
+        population=0, iterations=-1, parents=0, mutations=-1, crossovers=-2, race_confidence=-1001, seed=-3
     )
     assert config.problems() == [
         "population must be at least 1, got 0",
@@ -410,7 +462,7 @@ def test_every_problem_of_a_schedule_is_named():
         "mutations must be at least 0, got -1",
         "crossovers must be at least 0, got -2",
         "seed must be at least 0, got -3",
-        "race_confidence must lie from 0 to 1000, got -0.1",
+        "race_confidence must lie from -1000 to 1000, got -1001",
     ]
     assert EvolutionConfig(mutations=0, crossovers=0).problems() == ["an iteration needs mutations or crossovers"]
     assert EvolutionConfig(mutations=0, crossovers=0, iterations=0).problems() == []

@@ -10,8 +10,15 @@ from hypothesis import strategies as st
 
 from longrope2.errors import LongRopeError
 from longrope2.journal import JournalError
+from longrope2.perplexity import Score
 from longrope2.search.journal import Journal
+from longrope2.search.space import Genome
 
+GENOMES = [
+    Genome(critical_dimension=3, right=(2.0, 2.5)),
+    Genome(critical_dimension=2, right=(2.0,), shape="given", left=(1.0, 1.5), attention_factor=1.1, origin="yarn"),
+]
+SCORE = Score(1.0, 7, exact=False)
 HEADER = {
     "model": "tiny",
     "weights": "sha256:1",
@@ -22,10 +29,15 @@ HEADER = {
 def written(path, evaluations, header=HEADER):
     journal = Journal(path, header)
     for (key, document), nll in evaluations.items():
-        journal.record(key, document, nll, tokens=7)
-    journal.note("candidate", "k0", genome={"right": [1.0]})
+        journal.record(key, document, Score(nll, 7, exact=False))
+    journal.generation(0, 0, lambda: GENOMES)
+    journal.report(0, 0, length=512, perplexity=1.5)
     journal.close()
     return path
+
+
+def nlls(journal):
+    return {place: score.nll for place, score in journal.known.scores.items()}
 
 
 @settings(max_examples=50)
@@ -43,18 +55,21 @@ def test_evaluations_survive_the_disk_exactly(tmp_path_factory, evaluations, mod
     path = written(tmp_path_factory.mktemp("journal") / "deep" / "history.jsonl", evaluations, header)
     before = path.read_bytes()
     again = Journal(path, header)
-    assert again.known == evaluations
+    assert nlls(again) == evaluations
+    assert all((score.num_tokens, score.exact) == (7, False) for score in again.known.scores.values())
     assert again.resumed == len(evaluations)
-    again.note("candidate", "k0", genome={"right": [2.0]})
+    # What was made or reported before is not made or reported again.
+    assert again.generation(0, 0, lambda: pytest.fail("made again")) == GENOMES
+    again.report(0, 0, length=512, perplexity=2.5)
     again.close()
-    assert path.read_bytes() == before  # a fact that was noted is not noted again
+    assert path.read_bytes() == before
     for line in before.decode().split("\n")[:-1]:
         json.loads(line, parse_constant=pytest.fail)  # strict JSON: no Infinity, no NaN
 
 
 def test_what_was_synced_is_on_disk(tmp_path, synced):
     journal = Journal(tmp_path / "history.jsonl", HEADER)
-    journal.record("k0", 3, 1.5)
+    journal.record("k0", 3, Score(1.5, 7, exact=True))
     assert not synced
     journal.sync()
     assert synced == [(tmp_path / "history.jsonl").stat().st_ino]
@@ -63,46 +78,51 @@ def test_what_was_synced_is_on_disk(tmp_path, synced):
 
 def test_the_lines_say_what_they_are(tmp_path):
     journal = Journal(tmp_path / "history.jsonl", HEADER)
-    journal.record("k0", 3, 1.5, tokens=7, exact=True)
-    journal.record("k1", 0, math.inf)
-    journal.note("candidate", "k0", iteration=2)
-    journal.note("candidate", "k0", iteration=3)
-    journal.note("other", "k0")
+    journal.record("k0", 3, Score(1.5, 7, exact=True))
+    journal.record("k1", 0, Score(math.inf, 7, exact=False))
+    journal.generation(1, 2, lambda: GENOMES[:1])
+    journal.report(1, 2, length=512, perplexity=None)
+    journal.report(1, 2, length=512, perplexity=None)
     # Every line is with the system before the next step, so that a kill loses nothing.
     lines = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
     assert lines == [
-        {"type": "header", **json.loads(json.dumps(HEADER))},
+        {"type": "header", "format": 2, **json.loads(json.dumps(HEADER))},
         {"type": "evaluation", "key": "k0", "document": 3, "nll": 1.5, "tokens": 7, "exact": True},
-        {"type": "evaluation", "key": "k1", "document": 0, "nll": None},
-        {"type": "candidate", "id": "k0", "iteration": 2},
-        {"type": "other", "id": "k0"},
+        {"type": "evaluation", "key": "k1", "document": 0, "nll": None, "tokens": 7, "exact": False},
+        {
+            "type": "generation",
+            "stage": 1,
+            "iteration": 2,
+            "genomes": [json.loads(json.dumps(GENOMES[0].to_json()))],
+        },
+        {"type": "iteration", "stage": 1, "iteration": 2, "length": 512, "perplexity": None},
     ]
     assert journal.resumed == 0
-    assert journal.known == {("k0", 3): 1.5, ("k1", 0): math.inf}
+    assert nlls(journal) == {("k0", 3): 1.5, ("k1", 0): math.inf}
     journal.close()
     journal.close()  # twice is no harm
 
 
-@pytest.mark.parametrize("last", ["evaluation", "note", "header"])
+@pytest.mark.parametrize("last", ["evaluation", "generation", "header"])
 def test_a_torn_last_line_is_dropped_wherever_it_was_torn(tmp_path, last):
     path = tmp_path / "history.jsonl"
     journal = Journal(path, HEADER)
     if last != "header":
-        journal.record("k0", 0, 1.25)
-        journal.note("candidate", "k0", text="λ ≥ 1")
+        journal.record("k0", 0, Score(1.25, 7, exact=False))
+        journal.generation(0, 0, lambda: GENOMES)
     if last == "evaluation":
-        journal.record("k1", 4, math.inf, text="θ")
+        journal.record("k1λ", 4, Score(math.inf, 7, exact=False))
     content = path.read_bytes()  # before the time of the session is added
     journal.close()
     start = content[:-1].rfind(b"\n") + 1
     for end in range(start, len(content)):
         path.write_bytes(content[:end])
         again = Journal(path, HEADER)
-        assert again.known == ({} if last == "header" else {("k0", 0): 1.25})
+        assert nlls(again) == ({} if last == "header" else {("k0", 0): 1.25})
         if last == "evaluation":
-            again.record("k1", 4, math.inf, text="θ")
-        elif last == "note":
-            again.note("candidate", "k0", text="λ ≥ 1")
+            again.record("k1λ", 4, Score(math.inf, 7, exact=False))
+        elif last == "generation":
+            again.generation(0, 0, lambda: GENOMES)
         assert path.read_bytes() == content
         again.close()
 
@@ -118,7 +138,11 @@ WRONG_OBJECTS = [
     b'{"type": "evaluation", "key": "k", "document": 0, "nll": [1]}',
     b'{"type": "evaluation", "key": "k", "document": 0, "nll": NaN}',
     b'{"type": "evaluation", "key": "k", "document": 0, "nll": -Infinity}',
-    b'{"type": "candidate"}',
+    b'{"type": "evaluation", "key": "k", "document": 0, "nll": 1.0}',
+    b'{"type": "generation", "stage": 0, "iteration": 1}',
+    b'{"type": "generation", "stage": 0, "iteration": 1, "genomes": [{"right": [1.0]}]}',
+    b'{"type": "generation", "stage": 0, "iteration": 1, "genomes": [{"lefft": 1}]}',
+    b'{"type": "iteration", "stage": 0}',
 ]
 
 
@@ -143,8 +167,21 @@ def test_without_the_damaged_line_the_rest_is_used(tmp_path):
     lines = path.read_bytes().split(b"\n")
     path.write_bytes(b"\n".join(lines[:1] + lines[2:]))
     journal = Journal(path, HEADER)
-    assert journal.known == {("k1", 0): 2.0}
+    assert nlls(journal) == {("k1", 0): 2.0}
     journal.close()
+
+
+def test_the_journal_of_another_version_of_the_search_is_refused(tmp_path):
+    """The first one knew no formats, and named candidates one by one."""
+    path = tmp_path / "history.jsonl"
+    old = {"type": "header", **HEADER}
+    path.write_text(json.dumps(old) + "\n" + '{"type": "candidate", "id": "k0", "iteration": 0}\n')
+    with pytest.raises(JournalError, match=r"another version of the search \(format 1, this one writes 2\)") as caught:
+        Journal(path, HEADER)
+    assert caught.value.hint == "search into another folder, or delete this one"
+    path.write_text(json.dumps({**old, "format": 3}) + "\n")
+    with pytest.raises(JournalError, match=r"\(format 3, this one writes 2\)"):
+        Journal(path, HEADER)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +215,7 @@ def test_another_name_of_the_same_model_and_books_is_no_other_search(tmp_path):
     path = written(tmp_path / "history.jsonl", {("k0", 0): 1.0})
     journal = Journal(path, {**HEADER, "model": "/moved/tiny", "config": {**HEADER["config"], "books": "../books"}})
     journal.close()
-    assert journal.known == {("k0", 0): 1.0}
+    assert nlls(journal) == {("k0", 0): 1.0}
     with pytest.raises(JournalError) as caught:  # and where something else differs, the name is no matter
         Journal(path, {**HEADER, "model": "/moved/tiny", "dtype": "float32"})
     assert "moved" not in str(caught.value)
@@ -196,7 +233,7 @@ def test_all_differences_are_named_at_once(tmp_path):
 def test_a_first_line_that_is_no_header_belongs_to_another_search(tmp_path):
     path = tmp_path / "history.jsonl"
     path.write_text('{"type": "evaluation", "key": "k", "document": 0, "nll": 1.0}\n')
-    with pytest.raises(JournalError, match="belongs to another search"):
+    with pytest.raises(JournalError, match="another version of the search"):
         Journal(path, HEADER)
 
 
@@ -205,15 +242,15 @@ def test_the_time_of_all_sessions_is_known(tmp_path, monkeypatch):
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     first = Journal(tmp_path / "history.jsonl", HEADER)
     assert first.earlier == 0
-    first.record("k0", 0, 1.0)
+    first.record("k0", 0, SCORE)
     first.close()  # 4 seconds
     killed = Journal(tmp_path / "history.jsonl", HEADER)
     assert killed.earlier == 4
-    killed.record("k1", 0, 1.0)
+    killed.record("k1", 0, SCORE)
     killed.sync()  # 3 seconds
-    killed.record("k2", 0, 1.0)
+    killed.record("k2", 0, SCORE)
     killed.sync()  # 6 seconds
-    killed.record("k3", 0, 1.0)
+    killed.record("k3", 0, SCORE)
     again = Journal(tmp_path / "history.jsonl", HEADER)
     again.close()  # it had nothing to do
     assert again.earlier == 13
@@ -239,9 +276,9 @@ def test_a_place_that_cannot_be_written_is_one_message(tmp_path):
 def test_without_a_path_nothing_is_kept_on_disk(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     journal = Journal(None, HEADER)
-    journal.record("k0", 0, 1.5)
-    journal.note("candidate", "k0")
+    journal.record("k0", 0, SCORE)
+    journal.generation(0, 0, lambda: GENOMES)
     journal.close()
-    assert journal.known == {("k0", 0): 1.5}
+    assert nlls(journal) == {("k0", 0): 1.0}
     assert journal.resumed == 0
     assert list(tmp_path.iterdir()) == []

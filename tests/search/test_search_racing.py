@@ -276,3 +276,39 @@ def test_the_best_is_complete_and_ties_go_to_the_first():
             scores.add(key, document, 1.0)
     assert scores.best() == "first"
     assert scores.ranking() == ["partial", "first", "second"]
+
+
+# Documents of several kinds
+
+
+def test_nobody_is_judged_before_a_document_of_every_kind():
+    """The depths disagree: who is best at the start is worst in the middle."""
+    earlier = {"a": [1.0, 5.0, 1.0, 5.0], "b": [5.0, 1.5, 5.0, 1.5]}
+    rows = {"early": [0.5, 9.0, 0.5, 9.0], "even": [2.0, 2.0, 2.0, 2.0]}
+    table = Table(rows)
+    scores = known(earlier)
+    race = Race(mode="statistical", num_parents=9, confidence=0.0, kinds=["start", "middle", "start", "middle"])
+    race.run(list(rows), scores, [0, 1, 2, 3], table)
+    asked = {key: [document for name, document in table.asked if name == key] for key in rows}
+    assert {document % 2 for document in asked["early"][:2]} == {0, 1}
+    assert scores.best() == "even"
+    assert len(asked["early"]) == 2
+
+
+@settings(max_examples=100)
+@given(
+    kinds=st.lists(st.integers(0, 3), min_size=1, max_size=12),
+    order=st.randoms(),
+)
+def test_blocks_hold_each_document_once_and_the_next_of_every_kind(kinds, order):
+    documents = list(range(len(kinds)))
+    order.shuffle(documents)
+    blocks = Race(mode="off", num_parents=1, kinds=kinds)._blocks(documents)
+    assert sorted(document for block in blocks for document in block) == list(range(len(kinds)))
+    for block in blocks:
+        assert len({kinds[document] for document in block}) == len(block)
+    # No kind is left out of a block while it has documents.
+    for number, block in enumerate(blocks):
+        later = {kinds[document] for other in blocks[number + 1 :] for document in other}
+        assert later <= {kinds[document] for document in block}
+    assert Race(mode="off", num_parents=1)._blocks(documents) == [[document] for document in documents]

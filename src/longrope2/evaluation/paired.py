@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from longrope2.evaluation.results import AVERAGE, Measured
-from longrope2.evaluation.statistics import paired, student
+from longrope2.intervals import paired, student
 from longrope2.perplexity import LARGEST_NLL
 
 POINTS, PERCENT = "points more", "percent more"

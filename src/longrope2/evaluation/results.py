@@ -8,7 +8,7 @@ from typing import Any
 
 from longrope2.evaluation.engine import Engine
 from longrope2.evaluation.samples import Sample, digest
-from longrope2.evaluation.statistics import mean_of_means, student, wilson
+from longrope2.intervals import mean_of_means, student, wilson
 from longrope2.perplexity import LARGEST_NLL, Score, total
 from longrope2.shapes import misfit
 

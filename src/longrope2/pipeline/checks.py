@@ -24,8 +24,7 @@ from longrope2.files import write_text
 from longrope2.methods import rescale
 from longrope2.models import load_tokenizer, rescale_model
 from longrope2.pipeline.recipe import RECALL, ExportOptions, VerifyOptions
-from longrope2.pipeline.steps import Setting, mix_text, planned_rows, search_config
-from longrope2.search.space import default_attention_factor
+from longrope2.pipeline.steps import Setting, mix_text, planned_rows, recipe_search
 from longrope2.training.job import resolve
 from longrope2.training.shape import shape_of, skeleton
 
@@ -60,7 +59,7 @@ def _complaints(build: Callable[..., Any], *arguments: Any, **options: Any) -> l
 
 
 def _search(setting: Setting) -> Iterator[str]:
-    config = search_config(setting.recipe)
+    config = recipe_search(setting.recipe)
     yield from config.problems()
     yield from _complaints(read_books, config.books)
     processes = setting.recipe.search.get("tensor_parallel", 1)
@@ -147,15 +146,15 @@ def _check_table(table: Mapping[str, Any], window: int, tokenizer: Any) -> None:
 
 def _export(setting: Setting) -> Iterator[str]:
     recipe, info = setting.recipe, setting.info
-    options, config = ExportOptions(**recipe.export), search_config(recipe)
-    temperature = config.attention_factor or default_attention_factor(config.method, info.rope, recipe.target_length)
-    if temperature <= 0:
-        return  # told of the search
+    options, config = ExportOptions(**recipe.export), recipe_search(recipe)
+    if config.problems():
+        return  # reported for the search
+    temperature = config.temperature(info.rope, recipe.target_length)
     base = rescale_model(info, "none", recipe.target_length, extend_again=recipe.extend_again)
-    factors = profiled(replace(base, long_attention_factor=temperature), options.profile)
+    factors = profiled(replace(base, long_attention_factor=temperature or 1.0), options.profile)
     if options.fold_temperature:
-        if config.space == "wide" and options.profile == "dual":
-            yield "fold_temperature needs one attention factor, and space wide searches one for long sequences alone"
+        if temperature is None and options.profile == "dual":
+            yield "fold_temperature needs one attention factor, and the search looks for one of long sequences alone"
         else:
             yield from _complaints(with_forced_temperature, factors)
     if options.dtype == "q8_0" and "huggingface" in options.formats:

@@ -19,7 +19,8 @@ from longrope2.evaluation import book_perplexity, niah, passkey, ruler_suite
 from longrope2.evaluation.run import EvaluationConfig, lengths_for
 from longrope2.methods import METHODS
 from longrope2.pipeline.recipe import ExportOptions
-from longrope2.pipeline.steps import DATA_PATHS, Setting, Step, planned_rows, search_config
+from longrope2.pipeline.steps import DATA_PATHS, Setting, Step, planned_rows, recipe_search
+from longrope2.search.evolution import FINALISTS
 from longrope2.training.estimate import FLASH_BACKWARD, Work, assumed_work, estimate, planned_work
 from longrope2.training.gpus import GIB, known_gpu
 from longrope2.training.job import resolve
@@ -137,12 +138,16 @@ def _reading_memory(shape: Shape, machine: Machine, tokens: int) -> float:
 
 
 def _search(setting: Setting, _: Step, shape: Shape, machine: Machine) -> Needs:
-    config = search_config(setting.recipe)
+    config = recipe_search(setting.recipe)
     plan, length = config.evolution, config.target_length
     candidates = plan.population + plan.iterations * (plan.mutations + plan.crossovers)
-    evaluations = (candidates + len(METHODS)) * config.documents + (1 + len(METHODS)) * config.held_out
+    measured_on = config.held_out or config.documents
+    compared = (FINALISTS + len(METHODS) - 1) * measured_on
+    stages = config.stages(setting.info.rope)
+    evaluations = len(stages) * candidates * config.documents + compared
+    seconds = sum(candidates * config.documents * _forward(shape, machine, stage) for stage in stages)
     return Needs(
-        seconds=OVERHEAD_SECONDS["search"] + evaluations * _forward(shape, machine, length),
+        seconds=OVERHEAD_SECONDS["search"] + seconds + compared * _forward(shape, machine, length),
         memory=_reading_memory(shape, machine, length),
         disk=300.0 * evaluations,
         note=f"at most {evaluations:,} documents; racing saves many"

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Container, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,7 @@ from longrope2.pipeline.recipe import RECALL, ExportOptions, Recipe, VerifyOptio
 from longrope2.report.gather import gather
 from longrope2.report.run import write_report
 from longrope2.report.summary import summarise
-from longrope2.search.config import SearchConfig
-from longrope2.search.evolution import EvolutionConfig
+from longrope2.search.config import SearchConfig, search_config
 from longrope2.search.run import search
 from longrope2.training.job import ELASTIC
 from longrope2.training.run import run_train
@@ -123,17 +122,14 @@ def make_steps(setting: Setting, present: Container[str]) -> list[Step]:
     return everything
 
 
-def search_config(recipe: Recipe) -> SearchConfig:
+def recipe_search(recipe: Recipe) -> SearchConfig:
     """The configuration of the table [search]."""
     values = {name: value for name, value in recipe.search.items() if name != "tensor_parallel"}
-    schedule = {f.name: values.pop(f.name) for f in fields(EvolutionConfig) if f.name in values}
-    if values.get("method") == "longrope":
-        values.setdefault("objective", "plain")
-    return SearchConfig(target_length=recipe.target_length, evolution=EvolutionConfig(**schedule), **values)
+    return search_config(target_length=recipe.target_length, **values)
 
 
 def _search_step(setting: Setting) -> Step:
-    config = search_config(setting.recipe)
+    config = recipe_search(setting.recipe)
 
     def work() -> None:
         tensor_parallel = setting.recipe.search.get("tensor_parallel", 1)

@@ -14,6 +14,7 @@ from longrope2.figures import length_label
 from longrope2.methods import rescale
 from longrope2.report.summary import BY_LENGTH, Summary, label, overall
 from longrope2.report.svg import Plot, heatmap, number
+from longrope2.search.record import HELD_OUT
 
 Data = Mapping[str, Any]
 KEPT = {
@@ -96,14 +97,14 @@ def _factors(data: Data) -> Chart | None:
 
 
 def _convergence(data: Data) -> Chart | None:
-    history = (data["search"] or {}).get("convergence", [])
+    whole = (data["search"] or {}).get("convergence", [])
+    # Perplexities of other lengths cannot be compared with the closed forms.
+    history = [entry for entry in whole if entry["length"] == whole[-1]["length"]]
     points = [(entry["iteration"], entry["perplexity"]) for entry in history if entry["perplexity"] is not None]
     if not points:
         return None
-    forms = {
-        name: value for name, value in data["search"]["closed_form_perplexity"].items() if name in data["closed_forms"]
-    }
-    levels = {name: value for name, value in forms.items() if value is not None}
+    measured = [row for row in data["search"]["scores"] if row["method"] in data["closed_forms"]]
+    levels = {row["method"]: row["perplexity"] for row in measured if row["perplexity"] is not None}
     low = min(value for _, value in points)
     high = max([value for _, value in points] + list(levels.values()))
     plot = Plot.over(
@@ -124,17 +125,18 @@ def _convergence(data: Data) -> Chart | None:
         if entry["perplexity"] is not None
     ]
     plot.line(points, tips, series=ledger.AFTER_TRAINING, name="best candidate")
-    columns = ("iteration", "perplexity", "critical_dimension", "evaluations", "exhaustive_evaluations")
+    columns = ("length", "iteration", "perplexity", "critical_dimension", "evaluations", "exhaustive_evaluations")
     result = data["search"]
     return Chart(
         name="convergence",
         title="Search",
         caption=f"{result['document_evaluations']:,} document evaluations; without racing it would have been "
-        f"{result['exhaustive_evaluations']:,}. Dotted: closed forms on the same documents.",
+        f"{result['exhaustive_evaluations']:,}. Dotted: closed forms"
+        f"{', on documents that were held out' if any(row['part'] == HELD_OUT for row in measured) else ''}.",
         svgs=(("", plot.render()),),
         columns=columns,
-        rows=[[entry[column] for column in columns] for entry in history],
-        draw=partial(figures.draw_convergence, history),
+        rows=[[entry[column] for column in columns] for entry in whole],
+        draw=partial(figures.draw_convergence, whole),
     )
 
 

@@ -20,10 +20,10 @@ SEARCH = {
     "config": {"evolution": dict},
     "document_evaluations": int,
     "exhaustive_evaluations": int,
-    "closed_form_perplexity": {...: float | None},
+    "scores": [{"method": str, "part": str, "perplexity": float | None}],
     "convergence": [
-        {"iteration": int, "perplexity": float | None, "critical_dimension": int | None, "evaluations": int,
-         "exhaustive_evaluations": int}
+        {"length": int, "iteration": int, "perplexity": float | None, "critical_dimension": int | None,
+         "evaluations": int, "exhaustive_evaluations": int}
     ],
 }  # fmt: skip
 PLAN = {"rows": int, "config": {"seed": int}, "report": dict}

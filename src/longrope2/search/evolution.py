@@ -1,34 +1,39 @@
 """The evolutionary search: a population, its parents, their children, and who is scored on what."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
 import numpy as np
 
 from longrope2.errors import below_minimum, out_of_range, unknown_choices
-from longrope2.methods import METHODS
-from longrope2.search.journal import Journal
 from longrope2.search.racing import Mode, Race, Scores, Task
 from longrope2.search.space import Genome, SearchSpace
+from longrope2.search.surrogate import Surrogate
 
 ATTEMPTS = 200
 """Draws for a child that was not seen before; a small space may be exhausted."""
 FINALISTS = 4
-"""How many of the best are scored on every document at the end, however they raced; so are closed forms."""
+"""How many of the best are scored on every document at the end."""
+DRAWN = 0.75
+"""The share of a first population that is drawn; the rest are mutations of these."""
+PROPOSALS = 10
+"""Children proposed for each that the surrogate chooses."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvolutionConfig:
-    """The schedule; the defaults are the paper's."""
+    """The schedule. The paper's is 40 iterations of the algorithm `evolution` without racing."""
 
+    algorithm: Literal["surrogate", "evolution"] = "surrogate"
+    """`surrogate`: of ten times as many children, those that a model of all scores so far thinks best."""
     population: int = 64
-    iterations: int = 40
+    iterations: int = 8
     parents: int = 32
-    mutations: int = 16
-    crossovers: int = 16
+    mutations: int = 4
+    crossovers: int = 4
     race: Mode = "statistical"
-    race_confidence: float = 1.0
+    race_confidence: float = -0.5
     seed: int = 0
 
     def problems(self) -> list[str]:
@@ -36,7 +41,7 @@ class EvolutionConfig:
         found = below_minimum(self, population=1, iterations=0, parents=1, mutations=0, crossovers=0, seed=0)
         if self.iterations and self.mutations + self.crossovers == 0:
             found.append("an iteration needs mutations or crossovers")
-        return found + unknown_choices(self) + out_of_range(self, race_confidence=(0.0, 1000.0))
+        return found + unknown_choices(self) + out_of_range(self, race_confidence=(-1000.0, 1000.0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +62,24 @@ class Progress:
 class Outcome:
     """What a search found."""
 
-    best: Genome
     scores: Scores
     genomes: dict[str, Genome]
     """Every candidate by key, in the order of their making."""
     history: list[Progress]
+
+    @property
+    def best(self) -> Genome:
+        """The best of those scored on every document."""
+        return self.history[-1].best
+
+    def ranking(self) -> list[Genome]:
+        """All candidates, best first; those scored on some documents alone by their estimates."""
+        return [self.genomes[key] for key in self.scores.ranking()]
+
+    def finalists(self) -> list[Genome]:
+        """The best of those scored on every document."""
+        complete = [key for key in self.scores.ranking() if self.scores.is_complete(key)]
+        return [self.genomes[key] for key in complete[:FINALISTS]]
 
 
 def evolve(
@@ -70,39 +88,47 @@ def evolve(
     num_documents: int,
     evaluate: Callable[[Sequence[tuple[Genome, int]]], Sequence[float]],
     *,
-    journal: Journal | None = None,
+    kinds: Sequence[Hashable] = (),
+    carried: Sequence[Genome] = (),
+    stage: int = 0,
+    generation: Callable[[int, Callable[[], list[Genome]]], list[Genome]] = lambda _, make: make(),
     report: Callable[[Progress], None] = lambda _: None,
 ) -> Outcome:
     """Search `space`; `evaluate` gives the NLL of each (genome, document index).
 
-    A pure function of its arguments: random draws depend on the seed and the iteration alone, so running it again
-    with a journal of answers goes the same way.
+    `kinds` says which documents are alike (see Race). `carried` are in the first population, whatever its size.
+    `generation` gets the number of an iteration and what makes its candidates; it may answer with those it knows. A
+    pure function of its arguments otherwise: random draws depend on the seed, the stage and the iteration alone.
     """
     scores, history = Scores(num_documents), list[Progress]()
     genomes: dict[str, Genome] = {}
-    race = Race(mode=config.race, num_parents=config.parents, confidence=config.race_confidence)
+    race = Race(mode=config.race, num_parents=config.parents, confidence=config.race_confidence, kinds=kinds)
 
     def score(tasks: Sequence[Task]) -> Sequence[float]:
         return evaluate([(genomes[key], document) for key, document in tasks])
 
-    def settle(candidates: list[Genome], iteration: int, rng: np.random.Generator) -> None:
-        fresh = []
-        for genome in candidates:
-            key = genome.key()
-            if key not in genomes:
-                genomes[key] = genome
-                fresh.append(key)
-                if journal is not None:
-                    journal.note("candidate", key, iteration=iteration, genome=genome.to_json())
+    for iteration in range(config.iterations + 1):
+        # Two streams, since candidates that are known are not made again.
+        making, ordering = (np.random.default_rng([config.seed, stage, iteration, part]) for part in range(2))
+
+        def make(first: bool = iteration == 0, rng: np.random.Generator = making) -> list[Genome]:
+            if first:
+                # With some known to be good, fewer have to be drawn.
+                size = config.population // 2 if carried else config.population
+                return first_population(space, size, rng, carried)
+            return children(space, config, genomes, scores, rng)
+
+        fresh = {genome.key(): genome for genome in generation(iteration, make)}
+        fresh = {key: genome for key, genome in fresh.items() if key not in genomes}
+        genomes.update(fresh)
         # Another order each time: it decides between documents that tell candidates apart equally well.
-        order = [int(document) for document in rng.permutation(num_documents)]
-        race.run(fresh, scores, order, score)
-        if iteration == config.iterations:
-            closed_forms = [key for key, genome in genomes.items() if genome.origin in METHODS]
-            finalists = dict.fromkeys(scores.ranking()[:FINALISTS] + closed_forms)
-            tasks = [(key, d) for key in finalists for d in range(num_documents) if d not in scores.table[key]]
-            for (key, document), nll in zip(tasks, score(tasks), strict=True):
-                scores.add(key, document, nll)
+        order = [int(document) for document in ordering.permutation(num_documents)]
+        race.run(list(fresh), scores, order, score)
+        # However they raced: who leads is scored on every document, and in the end all finalists are.
+        leaders = scores.ranking()[: FINALISTS if iteration == config.iterations else 1]
+        tasks = [(key, d) for key in leaders for d in range(num_documents) if d not in scores.table[key]]
+        for (key, document), nll in zip(tasks, score(tasks), strict=True):
+            scores.add(key, document, nll)
         best = scores.best()
         assert best is not None
         history.append(
@@ -115,64 +141,85 @@ def evolve(
             )
         )
         report(history[-1])
-
-    rng = np.random.default_rng([config.seed, 0])
-    settle(first_population(space, config.population, rng), 0, rng)
-    for iteration in range(1, config.iterations + 1):
-        rng = np.random.default_rng([config.seed, iteration])
-        parents = [genomes[key] for key in scores.ranking()[: config.parents]]
-        settle(children(space, config, parents, set(genomes), rng), iteration, rng)
-    return Outcome(best=history[-1].best, scores=scores, genomes=genomes, history=history)
+    return Outcome(scores=scores, genomes=genomes, history=history)
 
 
-def first_population(space: SearchSpace, size: int, rng: np.random.Generator) -> list[Genome]:
-    """Algorithm 1: the seeds, then mutations of them until the population is full."""
-    seeds = list(space.seeds(rng))
-    unique: dict[str, Genome] = {}
-    for genome in seeds:
-        unique.setdefault(genome.key(), genome)
-    # Closed forms stand first and stay, whatever the size: the search may never end below them.
-    population = [genome for genome in unique.values() if genome.origin != "random"]
-    drawn = [genome for genome in unique.values() if genome.origin == "random"]
-    # Without room for all, some from the whole range: in the paper's space no other critical dimension comes later.
-    room = min(max(size - len(population), 1), len(drawn))
-    population += [drawn[round(place)] for place in np.linspace(0, len(drawn) - 1, room)]
-    seen = {genome.key() for genome in population}
+def first_population(
+    space: SearchSpace, size: int, rng: np.random.Generator, carried: Sequence[Genome] = ()
+) -> list[Genome]:
+    """Algorithm 1: sample and mutate until the population is full.
+
+    Closed forms and carried individuals stay, whatever the size: the search may never end below them.
+    """
+    population = {genome.key(): genome for genome in (*space.closed_forms(), *carried)}
+    room = max(size - len(population), 0)
+    drawn = min(max(round(DRAWN * room), len(space.critical_dimensions)), room)
+    for genome in space.draws(drawn if population or drawn else 1, rng):
+        population.setdefault(genome.key(), genome)
     for _ in range(ATTEMPTS * size):
         if len(population) >= size:
             break
+        seeds = list(population.values())
         child = space.mutate(seeds[int(rng.integers(len(seeds)))], rng)
-        if child.key() not in seen:
-            seen.add(child.key())
-            population.append(child)
-    return population
+        population.setdefault(child.key(), child)
+    return list(population.values())
 
 
 def children(
     space: SearchSpace,
     config: EvolutionConfig,
-    parents: Sequence[Genome],
-    seen: set[str],
+    genomes: dict[str, Genome],
+    scores: Scores,
     rng: np.random.Generator,
 ) -> list[Genome]:
     """New individuals of one iteration; none that was seen before."""
-    found: list[Genome] = []
+    parents = [genomes[key] for key in scores.ranking()[: config.parents]]
+    guided = config.algorithm == "surrogate"
+    found: dict[str, Genome] = {}
 
     def pick() -> Genome:
         return parents[int(rng.integers(len(parents)))]
 
-    makers: list[tuple[int, Callable[[], Any]]] = [
+    makers: list[tuple[int, Callable[[], Genome]]] = [
         (config.mutations, lambda: space.mutate(pick(), rng)),
         (config.crossovers, lambda: space.cross(pick(), pick(), rng)),
     ]
     for count, make in makers:
-        made = 0
+        wanted = len(found) + count * (PROPOSALS if guided else 1)
         for _ in range(ATTEMPTS * count):
-            if made == count:
+            if len(found) == wanted:
                 break
             child = make()
-            if child.key() not in seen:
-                seen.add(child.key())
-                found.append(child)
-                made += 1
-    return found
+            if child.key() not in genomes:
+                found.setdefault(child.key(), child)
+    proposed = list(found.values())
+    return _promising(space, config, genomes, scores, proposed, rng) if guided and proposed else proposed
+
+
+def _promising(
+    space: SearchSpace,
+    config: EvolutionConfig,
+    genomes: dict[str, Genome],
+    scores: Scores,
+    proposed: Sequence[Genome],
+    rng: np.random.Generator,
+) -> list[Genome]:
+    """Of many proposed children the ones that may be best, by a model of the scores so far.
+
+    How much doubt counts in favour of a child is drawn for each choice, so that some refine and some explore.
+    """
+    estimates = scores.estimates()
+    surrogate = Surrogate(
+        [space.features(genomes[key]) for key in estimates],
+        list(estimates.values()),
+        [len(scores.table[key]) for key in estimates],
+    )
+    expected, doubt = surrogate.predict([space.features(genome) for genome in proposed])
+    chosen: list[Genome] = []
+    left = np.ones(len(proposed), dtype=bool)
+    for _ in range(min(config.mutations + config.crossovers, len(proposed))):
+        bound = expected - abs(rng.standard_normal()) * doubt
+        best = int(np.argmin(np.where(left, bound, np.inf)))
+        left[best] = False
+        chosen.append(proposed[best])
+    return chosen

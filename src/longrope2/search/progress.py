@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-from longrope2.console import ProgressLine
-from longrope2.search.evolution import EvolutionConfig, Progress
+from longrope2.console import ProgressLine, say, warn
+from longrope2.search.config import SearchConfig
+from longrope2.search.evolution import Progress
 from longrope2.search.journal import Journal
 from longrope2.search.record import perplexity, shown
 
@@ -14,16 +15,19 @@ LOG_SECONDS = 60.0
 
 
 class Reporter:
-    """Tells of each iteration, and of what is scored meanwhile; for the main process of a search."""
+    """Reports each iteration, and what is scored meanwhile; for the main process of a search."""
 
     def __init__(
-        self, config: EvolutionConfig, num_documents: int, tokens: int, output: Path | None, journal: Journal
+        self, config: SearchConfig, num_stages: int, chance: float | None, output: Path | None, journal: Journal
     ) -> None:
-        self._line = ProgressLine(config.iterations + 1, "search", log_every=LOG_SECONDS)
-        self._iteration = self._scored = 0
-        self._expected = config.population * num_documents * (RACED if config.race == "statistical" else 1.0)
-        self._journal = journal
-        self._tokens = tokens
+        schedule = config.evolution
+        self._line = ProgressLine(num_stages * (schedule.iterations + 1), "search", log_every=LOG_SECONDS)
+        self._config, self._journal, self._chance = config, journal, chance
+        self._per_stage = schedule.iterations + 1
+        self._expected = schedule.population * config.documents * (RACED if schedule.race == "statistical" else 1.0)
+        self._stage = self._length = self._tokens = self._iteration = self._scored = 0
+        self._evaluations = 0
+        self._guessing = False
         self._events = None
         if output is not None:
             try:
@@ -33,28 +37,71 @@ class Reporter:
             except ImportError:
                 pass
 
+    def begin(self, stage: int, length: int, tokens: int) -> None:
+        """A stage starts, on documents of `length` tokens, of which `tokens` are scored in all."""
+        self._stage, self._length, self._tokens = stage, length, tokens
+
+    @property
+    def _place(self) -> str:
+        part = "first population" if self._iteration % self._per_stage == 0 else f"iteration {self._iteration}"
+        return f"{self._length:,} tokens, {part}"
+
     def scored(self, count: int) -> None:
         """So many candidates were scored on a document."""
         self._scored += count
-        part = "first population" if self._iteration == 0 else f"iteration {self._iteration}"
         share = min(self._scored / self._expected, 0.99)
-        self._line.update(self._iteration + share, f"{part}: {self._scored:,} scored")
+        done = self._stage * self._per_stage + self._iteration + share
+        self._line.update(done, f"{self._place}: {self._scored:,} scored")
 
-    def __call__(self, progress: Progress) -> None:
+    def iteration(self, progress: Progress) -> None:
         """An iteration is done."""
-        self._journal.sync()
-        self._iteration = progress.iteration + 1
-        self._expected, self._scored = max(self._scored, 1), 0
         value = perplexity(progress.best_nll, self._tokens)
+        self._journal.report(
+            self._stage,
+            progress.iteration,
+            length=self._length,
+            perplexity=value,
+            critical_dimension=progress.best.critical_dimension,
+            evaluations=progress.evaluations,
+        )
+        self._journal.sync()
+        self._expected, self._scored = max(self._scored, 1), 0
+        self._iteration = (progress.iteration + 1) % self._per_stage
+        done = self._stage * self._per_stage + progress.iteration + 1
         saved = 1 - progress.evaluations / progress.exhaustive_evaluations
         self._line.update(
-            self._iteration,
-            f"best perplexity {shown(value)}, d_rcd {progress.best.critical_dimension}, "
+            done,
+            f"{self._length:,} tokens: best perplexity {shown(value)}, d_rcd {progress.best.critical_dimension}, "
             f"{progress.evaluations:,} evaluations, {saved:.0%} saved by racing",
             always=True,
         )
+        self._compare_with_chance(value)
         if self._events is not None and value is not None:
-            self._events.add_scalar("search/perplexity", value, progress.iteration)
-            self._events.add_scalar("search/critical_dimension", progress.best.critical_dimension, progress.iteration)
-            self._events.add_scalar("search/evaluations", progress.evaluations, progress.iteration)
+            self._events.add_scalar("search/perplexity", value, done - 1)
+            self._events.add_scalar("search/critical_dimension", progress.best.critical_dimension, done - 1)
+            self._events.add_scalar("search/evaluations", progress.evaluations, done - 1)
             self._events.flush()
+
+    def _compare_with_chance(self, value: float | None) -> None:
+        """Say where no candidate does better than guessing, and where that ends."""
+        if self._chance is None:
+            return
+        guessing = value is None or value >= self._chance
+        if guessing and not self._guessing:
+            warn(
+                f"all candidates are worse than guessing digits: the best has a perplexity of {shown(value)} at "
+                f"{self._length:,} tokens, guessing {self._chance:.3g}. The objective tells little there"
+                f"{self._advice()}"
+            )
+        if self._guessing and not guessing:
+            say(f"a candidate is better than guessing digits: {shown(value)}, guessing {self._chance:.3g}")
+        self._guessing = guessing
+
+    def _advice(self) -> str:
+        """What brings a signal back that this search does without."""
+        missing = []
+        if self._config.attention_factor == 1.0:
+            missing.append("--attention-factor released or searched")
+        if not self._config.staged:
+            missing.append("--staged")
+        return f"; to find something to hold on to: {' and '.join(missing)}" if missing else ""

@@ -2,7 +2,8 @@
 
 A candidate is compared with a reference (the best one known, scored on all documents) on the documents both have seen.
 Some documents tell candidates apart far better than others, so those come first, and what a candidate would have on
-the others is estimated in proportion. Three modes:
+the others is estimated in proportion. Documents with the needle at other depths may disagree on who is best, so that
+nobody is judged before a document of every depth. Three modes:
 
 `off`          every candidate is scored on every document: the paper's schedule.
 `exact`        dropped once its sum alone exceeds what the last parent has on all documents: certain, as NLL ≥ 0.
@@ -11,8 +12,9 @@ the others is estimated in proportion. Three modes:
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Literal
 
 Mode = Literal["off", "exact", "statistical"]
@@ -78,12 +80,17 @@ class Scores:
         unseen = [document for document in range(self.num_documents) if document not in row]
         return self.total(key) + sum(max(own[document] + slope * scales[document], 0.0) for document in unseen)
 
-    def ranking(self) -> list[str]:
-        """All candidates, best first."""
+    def estimates(self) -> dict[str, float]:
+        """The total of every candidate, estimated where it was not scored on all documents."""
         reference = self.best()
         assert reference is not None
         scales = self.scales(reference)
-        return sorted(self.table, key=lambda key: self.estimate(key, reference, scales))
+        return {key: self.estimate(key, reference, scales) for key in self.table}
+
+    def ranking(self) -> list[str]:
+        """All candidates, best first."""
+        estimates = self.estimates()
+        return sorted(estimates, key=estimates.__getitem__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +101,8 @@ class Race:
     num_parents: int
     confidence: float = 1.0
     """How many standard errors below its estimate a candidate is still thought possible to end."""
+    kinds: Sequence[Hashable] = ()
+    """What kind each document is of, such as the depth of its needle; none: all are alike."""
 
     def run(
         self,
@@ -112,19 +121,25 @@ class Race:
         running = list(candidates)
         if self.mode != "off":
             order = self._telling_first(running, scores, order, score)
-        for document in order:
-            score([(key, document) for key in running])
+        for block in self._blocks(order):
+            score([(key, document) for key in running for document in block])
             if self.mode != "off":
                 running = self._still_open(running, scores)
 
-    @staticmethod
+    def _blocks(self, order: Sequence[int]) -> list[list[int]]:
+        """Documents that are scored before anyone is judged: the next one of every kind."""
+        kinds: dict[Hashable, list[int]] = {}
+        for document in order:
+            kinds.setdefault(self.kinds[document] if self.kinds else None, []).append(document)
+        return [[d for d in block if d is not None] for block in zip_longest(*kinds.values())]
+
     def _telling_first(
-        candidates: Sequence[str], scores: Scores, order: Sequence[int], score: Callable[[Sequence[Task]], None]
+        self, candidates: Sequence[str], scores: Scores, order: Sequence[int], score: Callable[[Sequence[Task]], None]
     ) -> list[int]:
         """The documents by how well they tell candidates apart.
 
         With nothing known yet, a few scouts are scored on all documents to find out, and the best two on the first
-        document follow, so that there is a good reference before anyone is stopped.
+        block follow, so that there is a good reference before anyone is stopped.
         """
         is_first = scores.best() is None
         if is_first:
@@ -135,8 +150,9 @@ class Race:
         scales = scores.scales(reference)
         order = sorted(order, key=lambda document: -scales[document])
         if is_first:
-            score([(key, order[0]) for key in candidates])
-            leaders = sorted(candidates, key=lambda key: scores.table[key][order[0]])[:2]
+            first = self._blocks(order)[0]
+            score([(key, document) for key in candidates for document in first])
+            leaders = sorted(candidates, key=lambda key: sum(scores.table[key][document] for document in first))[:2]
             score([(key, document) for key in leaders for document in order])
         return order
 

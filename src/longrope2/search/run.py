@@ -1,9 +1,10 @@
 """A search from a model and books to a folder of results; resumable, on one process or many."""
 
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,77 +19,134 @@ from longrope2.factors import RescaleFactors
 from longrope2.files import check_writable, only_one, package_versions, refuse_foreign
 from longrope2.methods import METHODS
 from longrope2.models import LoadedModel, describe, load, rescale_model, weights_fingerprint
-from longrope2.needles import NeedleDocument, documents_digest, make_needles
-from longrope2.perplexity import Objective, Score, Scorer, scoring, total
-from longrope2.search.config import SearchConfig, check
-from longrope2.search.evolution import EvolutionConfig, evolve
+from longrope2.needles import NeedleDocument, PlainDocument, documents_digest, make_needles, make_plain
+from longrope2.perplexity import Score, Scorer, scoring, total
+from longrope2.search.config import SearchConfig, check, search_config
+from longrope2.search.evolution import Outcome, evolve
 from longrope2.search.journal import Journal
 from longrope2.search.progress import Reporter
-from longrope2.search.record import RECORD, outcome_record, perplexity, show_record, write_record
-from longrope2.search.space import Bounds, Genome, SearchSpace, default_attention_factor
+from longrope2.search.record import (
+    HELD_OUT,
+    IN_SAMPLE,
+    RECORD,
+    SEARCHED,
+    measurement,
+    outcome_record,
+    show_record,
+    write_record,
+)
+from longrope2.search.space import Bounds, Genome, SearchSpace
 
 HISTORY = "history.jsonl"
+CLOSED_FORMS = tuple(name for name in METHODS if name != "longrope2")
+"""What the result is compared with, each on all documents that were held out."""
 WINDOW_FRACTIONS = (0.25, 0.5, 1.0)
 """Where the base model is tried within its own window before anything is searched."""
-HELD_OUT_SEED = 1_000_000
-"""How far the seed of held-out documents lies from that of the searched ones."""
 FAILING_NLL = 1.0
 """Nats per answer token above which a model does not retrieve."""
 
+Document = NeedleDocument | PlainDocument
+Evaluate = Callable[[Sequence[tuple[Genome, int]]], list[Score]]
+"""Scores of (genome, index of a document) tasks."""
 
-def search(loaded: LoadedModel, config: SearchConfig, output: Path | None, here: World) -> RescaleFactors:
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One length of a search."""
+
+    number: int
+    space: SearchSpace
+    documents: range
+    """Indices of the documents searched on, among those of all stages."""
+    tokens: int
+    """Scored in all of them together."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of its documents."""
+        return self.space.target_length
+
+
+def search(
+    loaded: LoadedModel,
+    config: SearchConfig,
+    output: Path | None,
+    here: World,
+    *,
+    compare_with: Sequence[str] = CLOSED_FORMS,
+) -> RescaleFactors:
     """Run or resume a search; writes into `output`, on the main process, unless it is None."""
     check(config, loaded.info.rope)
     # Within its window the model goes on as it does now, also where it was rescaled before.
     baseline = rescale_model(loaded.info, "none", config.target_length, extend_again=True)
-    space = _space(config, baseline)
     say_here = say if here.is_main else _quiet
-    searched = needle_documents(loaded, config, config.target_length, note=say_here)
-    held_out = _held_out_documents(loaded, config, note=say_here)
-    documents = searched + held_out
+    stages, documents = _prepare(loaded, config, baseline, note=say_here)
+    last = stages[-1]
+    held_out = range(last.documents.stop, len(documents))
     header = _header(loaded, config, documents)
-    tokens, held_out_tokens = (
-        sum(_scored_tokens(document, config.objective) for document in part) for part in (searched, held_out)
-    )
+    chance = _chance([documents[index] for index in last.documents])
     started = time.monotonic()
+
+    def scores_of(genome: Genome, indices: range) -> list[Score]:
+        return [journal.known.scores[genome.key(), index] for index in indices]
+
     try:
         with _open_journal(output, header, here) as journal:
             if journal.resumed:
                 say_here(f"resuming: {journal.resumed:,} evaluations found in {output}")
+            assert config.objective is not None
             with scoring(loaded.model, baseline, objective=config.objective) as scorer:
                 # The whole first group: processes that share a model can only run it together.
                 window = _try_own_window(loaded, config, scorer, baseline, here) if here.rank == 0 else []
             with scoring(loaded.model, baseline, objective=config.objective, compiled=config.compiled) as scorer:
-                reporter = Reporter(config.evolution, len(searched), tokens, output, journal) if here.is_main else None
+                reporter = Reporter(config, len(stages), chance, output, journal) if here.is_main else None
                 evaluate = _evaluator(
-                    scorer, space, documents, journal, here, scored=reporter.scored if reporter else _quiet
+                    scorer, last.space, documents, journal, here, scored=reporter.scored if reporter else _quiet
                 )
-                report = reporter or _quiet
-                outcome = evolve(space, config.evolution, len(searched), evaluate, journal=journal, report=report)
-                forms = {name: space.closed_form(name) for name in METHODS if name != "longrope2"}
-                line = ProgressLine(len(forms) * len(documents) + len(held_out), "closed forms, evaluations")
+                outcomes = _run_stages(stages, config, evaluate, journal, here, reporter)
+                forms = {name: last.space.closed_form(name) for name in compare_with}
+                finalists = outcomes[-1].finalists()
+                if config.space == "wide":  # which holds them, so that it may never end below one
+                    finalists += forms.values()
+                measured_on = held_out or last.documents
+                tasks = [(genome, index) for genome in (*finalists, *forms.values()) for index in measured_on]
+                line = ProgressLine(len(tasks), "finalists and closed forms, evaluations")
                 counted = line.advance if here.is_main else _quiet
-                evaluate = _evaluator(scorer, space, documents, journal, here, scored=counted)
-                methods = _totals(forms, range(len(searched)), evaluate)
-                unseen = _totals({"searched": outcome.best, **forms}, range(len(searched), len(documents)), evaluate)
+                _evaluator(scorer, last.space, documents, journal, here, scored=counted)(tasks)
+                winner = min(finalists, key=lambda genome: total(scores_of(genome, measured_on)).nll)
+                # A closed form may have been stopped before it had seen all documents.
+                in_sample = [(winner, index) for index in last.documents]
+                _evaluator(scorer, last.space, documents, journal, here, scored=_quiet)(in_sample)
     except torch.OutOfMemoryError as error:
         raise LongRopeError(
             f"out of memory at {config.target_length:,} tokens ({loaded.model.dtype} on {loaded.model.device})",
             hint="use a shorter target, a GPU with more memory, or --tensor-parallel over several",
         ) from error
+
     versions = package_versions("torch", "transformers")
     identity = {name: header[name] for name in ("model", "revision", "weights", "config")}
-    factors = space.rescale_factors(outcome.best, {**identity, "versions": versions})
+    factors = last.space.rescale_factors(winner, {**identity, "versions": versions})
     if output and here.is_main:
+        measured = [(SEARCHED, winner, IN_SAMPLE, last.documents), (SEARCHED, winner, HELD_OUT, held_out)]
+        part = HELD_OUT if held_out else IN_SAMPLE
+        measured += [(name, genome, part, measured_on) for name, genome in forms.items()]
         record = {
             **header,
             "versions": versions,
-            **outcome_record(outcome, tokens),
+            **outcome_record([(stage.length, stage.tokens) for stage in stages], outcomes),
+            "critical_dimension": winner.critical_dimension or None,
+            "best": winner.to_json(),
+            "chance": chance,
+            "scores": [
+                {"method": name, "part": part, **measurement(scores_of(genome, indices))}
+                for name, genome, part, indices in measured
+                if indices
+            ],
+            "finalists": [
+                {"genome": genome.to_json(), **measurement(scores_of(genome, measured_on))}
+                for genome in outcomes[-1].finalists()
+            ],
             "own_window": window,
-            "closed_form_perplexity": {name: perplexity(nll, tokens) for name, nll in methods.items()},
-            "held_out_perplexity": {name: perplexity(nll, held_out_tokens) for name, nll in unseen.items()}
-            if held_out
-            else None,
             "seconds": journal.earlier + time.monotonic() - started,
             "resumed_evaluations": journal.resumed,
             "processes": here.size,
@@ -98,6 +156,72 @@ def search(loaded: LoadedModel, config: SearchConfig, output: Path | None, here:
     return factors
 
 
+def _prepare(
+    loaded: LoadedModel, config: SearchConfig, baseline: RescaleFactors, *, note: Callable[[str], None]
+) -> tuple[list[Stage], list[Document]]:
+    """The stages of a search and the documents of all; held-out ones, of the target length, come last."""
+    stages: list[Stage] = []
+    documents: list[Document] = []
+    for number, length in enumerate(config.stages(baseline.spec)):
+        is_last = length == config.target_length
+        assert config.held_out is not None
+        count = config.documents + (config.held_out if is_last else 0)
+        made = search_documents(loaded, config, length, count=count, note=note)
+        stages.append(
+            Stage(
+                number=number,
+                space=_space(config, baseline, length),
+                documents=range(len(documents), len(documents) + config.documents),
+                tokens=sum(_scored_tokens(document) for document in made[: config.documents]),
+            )
+        )
+        documents += made
+    return stages, documents
+
+
+def _run_stages(
+    stages: Sequence[Stage],
+    config: SearchConfig,
+    evaluate: Evaluate,
+    journal: Journal,
+    here: World,
+    reporter: Reporter | None,
+) -> list[Outcome]:
+    """Search length by length; the best of one are in the first population of the next."""
+    outcomes: list[Outcome] = []
+    carried: list[Genome] = []
+    for stage in stages:
+        if reporter is not None:
+            reporter.begin(stage.number, stage.length, stage.tokens)
+
+        def nlls(tasks: Sequence[tuple[Genome, int]], stage: Stage = stage) -> list[float]:
+            placed = [(genome, stage.documents[document]) for genome, document in tasks]
+            return [score.nll for score in evaluate(placed)]
+
+        def generation(iteration: int, make: Callable[[], list[Genome]], stage: Stage = stage) -> list[Genome]:
+            found: list[Genome] = here.gather(journal.generation(stage.number, iteration, make))[0]
+            return found
+
+        if outcomes:
+            best = math.ceil(config.evolution.parents / 2)
+            earlier, ratio = outcomes[-1].ranking()[:best], stages[stage.number - 1].space.ratio
+            carried = [stage.space.carry(genome, ratio) for genome in earlier]
+        outcomes.append(
+            evolve(
+                stage.space,
+                config.evolution,
+                len(stage.documents),
+                nlls,
+                kinds=[number % len(config.depths) for number in range(len(stage.documents))],
+                carried=carried,
+                stage=stage.number,
+                generation=generation,
+                report=reporter.iteration if reporter is not None else _quiet,
+            )
+        )
+    return outcomes
+
+
 def run_search(
     model: str,
     output: Path,
@@ -105,17 +229,11 @@ def run_search(
     original_length: int | None,
     extend_again: bool,
     tensor_parallel: int,
-    objective: Objective | None,
     as_json: bool,
     **options: Any,
 ) -> None:
     """`longrope2 search`: load, search, and print what was found."""
-    schedule = {f.name: options.pop(f.name) for f in fields(EvolutionConfig) if f.name in options}
-    config = SearchConfig(
-        objective=objective or ("plain" if options["method"] == "longrope" else "needle"),
-        evolution=EvolutionConfig(**schedule),
-        **options,
-    )
+    config = search_config(**options)
     info = describe(model, original_length=original_length)
     info.refuse_rescaled(extend_again=extend_again)
     check(config, info.rope)  # before an 8B model is loaded for nothing
@@ -135,51 +253,32 @@ def check_output(output: Path) -> None:
     check_writable(output / RECORD)
 
 
-def _space(config: SearchConfig, baseline: RescaleFactors) -> SearchSpace:
-    """Where to search; the short side of all it makes is that of `baseline`."""
+def _space(config: SearchConfig, baseline: RescaleFactors, length: int) -> SearchSpace:
+    """Where to search at a length; the short side of all it makes is that of `baseline`."""
     spec = baseline.spec
+    bounds = {f.name: getattr(config, f.name) for f in fields(Bounds)}
     return SearchSpace(
-        **{f.name: getattr(config, f.name) for f in fields(Bounds)},
+        **{**bounds, "target_length": length},
         spec=spec,
         kind=config.space,
-        attention_factor=config.attention_factor or default_attention_factor(config.method, spec, config.target_length),
+        attention_factor=config.temperature(spec, length),
         short=baseline.short,
         short_attention_factor=baseline.short_attention_factor,
     )
 
 
-def needle_documents(
-    loaded: LoadedModel,
-    config: SearchConfig,
-    length: int,
-    *,
-    count: int | None = None,
-    seed: int | None = None,
-    note: Callable[[str], None],
-) -> list[NeedleDocument]:
+def search_documents(
+    loaded: LoadedModel, config: SearchConfig, length: int, *, count: int, note: Callable[[str], None]
+) -> Sequence[Document]:
     """The documents of a search, which depend on the tokenizer, the books and the seed alone."""
-    return make_needles(
-        loaded.tokenizer,
-        read_books(config.books, held_out=True),
-        length=length,
-        count=count or config.documents,
-        seed=config.evolution.seed if seed is None else seed,
-        depth=config.depth,
-        note=note,
-    )
+    books = read_books(config.books, held_out=True)
+    options: dict[str, Any] = {"length": length, "count": count, "seed": config.evolution.seed, "note": note}
+    if config.objective == "plain":
+        return make_plain(loaded.tokenizer, books, **options)
+    return make_needles(loaded.tokenizer, books, depth=config.depths, from_start=True, **options)
 
 
-def _held_out_documents(
-    loaded: LoadedModel, config: SearchConfig, *, note: Callable[[str], None]
-) -> list[NeedleDocument]:
-    """Documents of another seed from the same books: keys, values and places are drawn anew."""
-    if not config.held_out:
-        return []
-    seed = config.evolution.seed + HELD_OUT_SEED
-    return needle_documents(loaded, config, config.target_length, count=config.held_out, seed=seed, note=note)
-
-
-def _header(loaded: LoadedModel, config: SearchConfig, documents: Sequence[NeedleDocument]) -> dict[str, Any]:
+def _header(loaded: LoadedModel, config: SearchConfig, documents: Sequence[Document]) -> dict[str, Any]:
     """What must agree for a journal's evaluations to be worth anything here."""
     return {
         "version": __version__,
@@ -188,6 +287,7 @@ def _header(loaded: LoadedModel, config: SearchConfig, documents: Sequence[Needl
         "weights": weights_fingerprint(loaded.info),
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
         "documents": documents_digest(documents),
+        "stages": config.stages(loaded.info.rope),
         "config": asdict(config),
     }
 
@@ -204,9 +304,18 @@ def _open_journal(output: Path | None, header: dict[str, Any], here: World) -> I
         yield journal
 
 
-def _scored_tokens(document: NeedleDocument, objective: Objective) -> int:
-    length = len(document.token_ids)
-    return length - document.answer_start if objective == "needle" else length - 1
+def _scored_tokens(document: Document) -> int:
+    """All of a plain document but the first; of one with a needle those of the answer."""
+    return len(document.token_ids) - (document.answer_start if isinstance(document, NeedleDocument) else 1)
+
+
+def _chance(documents: Sequence[Document]) -> float | None:
+    """The perplexity of guessing an answer's digits: 10 where each is a token; None without answers."""
+    needles = [document for document in documents if isinstance(document, NeedleDocument)]
+    if not needles:
+        return None
+    digits = sum(len(document.value) for document in needles)
+    return float(10 ** (digits / sum(map(_scored_tokens, needles))))
 
 
 def _try_own_window(
@@ -219,22 +328,17 @@ def _try_own_window(
     for fraction in WINDOW_FRACTIONS:
         length = round(loaded.info.rope.original_length * fraction)
         try:
-            documents = needle_documents(loaded, config, length, count=min(config.documents, 4), note=_quiet)
+            documents = search_documents(loaded, config, length, count=min(config.documents, 4), note=_quiet)
         except LongRopeError:
             continue  # a tiny window may be too short for the template
         scores = scorer(baseline, documents)
-        nll, exact = total(scores), sum(score.exact for score in scores)
-        results.append(
-            {
-                "length": length,
-                "perplexity": perplexity(nll.nll, nll.num_tokens),
-                "exact": exact,
-                "documents": len(documents),
-            }
-        )
+        found = measurement(scores)
+        results.append({"length": length, **found})
         if not here.is_main:
             continue
-        say(f"within its window, {length:,} tokens: perplexity {nll.perplexity:.3f}, {exact}/{len(scores)} exact")
+        nll = total(scores)
+        exact = f"{found['exact']}/{len(scores)} exact"
+        say(f"within its window, {length:,} tokens: perplexity {nll.perplexity:.3f}, {exact}")
         if nll.nll / nll.num_tokens > FAILING_NLL:
             warn(
                 f"the model hardly retrieves at {length:,} tokens, inside its own window of "
@@ -246,22 +350,23 @@ def _try_own_window(
 def _evaluator(
     scorer: Scorer,
     space: SearchSpace,
-    documents: Sequence[NeedleDocument],
+    documents: Sequence[Document],
     journal: Journal,
     here: World,
     *,
     scored: Callable[[int], None],
-) -> Callable[[Sequence[tuple[Genome, int]]], list[float]]:
-    """NLL of (genome, document) tasks: from the journal, or computed, one task a process at a time.
+) -> Evaluate:
+    """Scores of (genome, document) tasks: from the journal, or computed, one task a process at a time.
 
     One document at a time, so that a result never depends on what else was scored with it. `scored` hears how many
     tasks are done.
     """
 
-    def evaluate(tasks: Sequence[tuple[Genome, int]]) -> list[float]:
+    def evaluate(tasks: Sequence[tuple[Genome, int]]) -> list[Score]:
+        known = journal.known.scores
         # Once each: what a search found may rotate just as a closed form does.
         unique = {(genome.key(), document): (genome, document) for genome, document in tasks}
-        missing = [task for key, task in unique.items() if key not in journal.known]
+        missing = [task for key, task in unique.items() if key not in known]
         if len(missing) < len(tasks):
             scored(len(tasks) - len(missing))
         for begin in range(0, len(missing), here.size):
@@ -271,21 +376,11 @@ def _evaluator(
                 genome, document = turn[here.rank]
                 score = scorer(space.rescale_factors(genome), [documents[document]])[0]
             for (genome, document), found in zip(turn, here.gather(score), strict=False):
-                journal.record(genome.key(), document, found.nll, tokens=found.num_tokens, exact=found.exact)
+                journal.record(genome.key(), document, found)
             scored(len(turn))
-        return [journal.known[genome.key(), document] for genome, document in tasks]
+        return [known[genome.key(), document] for genome, document in tasks]
 
     return evaluate
-
-
-def _totals(
-    genomes: Mapping[str, Genome],
-    documents: Sequence[int],
-    evaluate: Callable[[Sequence[tuple[Genome, int]]], Sequence[float]],
-) -> dict[str, float]:
-    """The NLL of each over some documents."""
-    nlls = iter(evaluate([(genome, document) for genome in genomes.values() for document in documents]))
-    return {name: sum(next(nlls) for _ in documents) for name in genomes}
 
 
 def _device_name(device: torch.device) -> str:

@@ -8,17 +8,23 @@ and within [s, 2s]; the left follows from them by a shape.
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
 from longrope2.factors import RescaleFactors
-from longrope2.methods import METHODS, longrope_temperature, ntk_below, rescale, yarn_temperature
+from longrope2.methods import METHODS, ntk_below, rescale, yarn_temperature
 from longrope2.rope import RopeSpec
 
 Shape = Literal["ntk", "ramp", "power", "given"]
+STRETCHES = (0.005, 0.2)
+"""Standard deviations of ln λ between which that of one move is drawn: some moves explore, some refine."""
+TEMPERATURE_SCALE = 10.0
+"""What makes a step of ln T as large as one of ln λ: both then predict the objective of SmolLM2 best (LOG.md)."""
+WARMEST = 2.0
+"""The first temperatures lie between 1 and so many times YaRN's distance from 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +43,7 @@ class Genome:
     attention_factor: float = 1.0
     """Temperature of long sequences."""
     origin: str = "random"
-    """Where it comes from: a method's name, random, mutation or crossover."""
+    """Where it comes from: a method's name, random, carried, mutation or crossover."""
 
     def factors(self) -> tuple[float, ...]:
         """λ for every dimension."""
@@ -63,6 +69,12 @@ class Genome:
         """Plain values, for the journal."""
         return asdict(self)
 
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "Genome":
+        """What `to_json` gave."""
+        fields: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+        return cls(**fields)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
@@ -83,12 +95,12 @@ class Bounds:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSpace(Bounds):
-    """Bounds and moves. `paper` is exactly the paper; `wide` also searches temperature and left shape."""
+    """Bounds and moves. `paper` is exactly the paper's set; `wide` also searches temperature and left shape."""
 
     spec: RopeSpec
     kind: Literal["paper", "wide"] = "paper"
-    attention_factor: float = 1.0
-    """Fixed in the paper's space; where the wide one starts."""
+    attention_factor: float | None = 1.0
+    """The temperature of all individuals; None where it is a gene."""
     short: tuple[float, ...] | None = None
     """What the model already does within its window, which no search changes; None: nothing."""
     short_attention_factor: float = 1.0
@@ -126,22 +138,55 @@ class SearchSpace(Bounds):
             provenance=provenance or {},
         )
 
-    def seeds(self, rng: np.random.Generator) -> Iterator[Genome]:
-        """The individuals every first population has (Algorithm 1), closed forms first."""
+    def features(self, genome: Genome) -> list[float]:
+        """Where an individual lies for a model of the objective: ln λ, and ln of the temperature on a like scale."""
+        return [*map(math.log, genome.factors()), TEMPERATURE_SCALE * math.log(genome.attention_factor)]
+
+    # The first population
+
+    def closed_forms(self) -> list[Genome]:
+        """Where a search starts besides what it draws: nowhere in the paper's space, in the wide one everywhere."""
         if self.method == "longrope":
-            for name in ("pi", "ntk", "yarn"):
-                yield self._clipped_closed_form(name)
-            return
-        if self.kind == "wide":
-            for name in METHODS:
-                yield self.closed_form(name)
-        for c in self.critical_dimensions:
-            flat = (self._draw(rng, *self._bounds),) * (self.spec.num_dims - c)
-            genome = Genome(critical_dimension=c, right=flat, attention_factor=self.attention_factor)
-            yield self._with_free_left(genome) if self.dimensions == "all" else genome
-            if self.kind == "wide":
-                start, temperature = float(rng.integers(0, c)), yarn_temperature(self.ratio)
-                yield replace(genome, shape="ramp", parameter=start, attention_factor=temperature)
+            return [self._clipped_closed_form(name) for name in ("pi", "ntk", "yarn")]
+        return [self.closed_form(name) for name in METHODS] if self.kind == "wide" else []
+
+    def draws(self, count: int, rng: np.random.Generator) -> list[Genome]:
+        """Individuals of Algorithm 1, drawn again and again: one level from c on, NTK below.
+
+        Every critical dimension has its turn, and the levels of each are spread evenly over the range. With fewer
+        draws than dimensions, those are spread evenly.
+        """
+        if self.method == "longrope" or count < 1:
+            return []
+        dimensions = list(self.critical_dimensions)
+        if count < len(dimensions):
+            dimensions = [dimensions[round(place)] for place in np.linspace(0, len(dimensions) - 1, count)]
+        rounds = math.ceil(count / len(dimensions))
+        slices = {c: rng.permutation(rounds) for c in dimensions}
+        lower, upper = self._bounds
+        found = []
+        for number in range(count):
+            c = dimensions[number % len(dimensions)]
+            part = (slices[c][number // len(dimensions)] + rng.random()) / rounds
+            found.append(self._flat(c, self._onto_grid(lower + part * (upper - lower)), rng))
+        return found
+
+    def _flat(self, c: int, level: float, rng: np.random.Generator) -> Genome:
+        genome = Genome(
+            critical_dimension=c,
+            right=(level,) * (self.spec.num_dims - c),
+            attention_factor=self._first_temperature(rng),
+        )
+        if self.dimensions == "all":
+            return self._with_free_left(genome)
+        if self.kind == "wide" and rng.random() < 0.5:
+            return replace(genome, shape="ramp", parameter=float(rng.integers(0, c)))
+        return genome
+
+    def _first_temperature(self, rng: np.random.Generator) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return self._snap(1 + WARMEST * rng.random() * (yarn_temperature(self.ratio) - 1))
 
     def closed_form(self, name: str) -> Genome:
         """A closed-form method as an individual, exactly as it is, with its temperature."""
@@ -156,41 +201,70 @@ class SearchSpace(Bounds):
             origin=name,
         )
 
+    def carry(self, genome: Genome, ratio: float) -> Genome:
+        """An individual found at another extension ratio, in units of this one: λ/s and (T - 1)/ln s stay."""
+        growth, exponent = self.ratio / ratio, math.log(self.ratio) / math.log(ratio)
+        temperature = self.attention_factor
+        if temperature is None:
+            temperature = self._snap(max(1 + (genome.attention_factor - 1) * exponent, 0.5))
+        right = tuple(self._onto_grid(value * growth) for value in genome.right)
+        left = tuple(min(value**exponent, right[0]) for value in genome.left)
+        return replace(genome, right=right, left=left, attention_factor=temperature, origin="carried")
+
+    # Moves
+
     def mutate(self, genome: Genome, rng: np.random.Generator) -> Genome:
-        """Algorithm 2: change right factors under the monotone constraint, re-derive the left."""
+        """One move, or with a probability of a half two: redraw factors (Algorithm 2), stretch them, move c.
+
+        The left is derived again. In the wide space, temperature and left shape move, too.
+        """
+        moves = [self._redraw, self._stretch]
+        if self.method != "longrope":
+            moves.append(self._shift)
+        if self.attention_factor is None:
+            moves.append(self._warm)
         if self.kind == "wide":
-            genome = self._mutate_wide_genes(genome, rng)
-        right = self._mutate_monotone(genome.right, *self._bounds, rng)
-        child = replace(genome, right=right, origin="mutation")
-        if genome.shape != "given":
-            return child
-        left = genome.left
-        if self.dimensions == "all":
-            left = self._mutate_monotone(left, 1.0, right[0], rng)
+            moves.append(self._change_shape)
+        for _ in range(1 + int(rng.random() < 0.5)):
+            genome = moves[int(rng.integers(len(moves)))](genome, rng)
         # The right side may now begin lower than a given left side ends.
-        return replace(child, left=tuple(min(value, right[0]) for value in left))
+        left = tuple(min(value, genome.right[0]) for value in genome.left)
+        # A closed form has a temperature of its own.
+        temperature = genome.attention_factor if self.attention_factor is None else self.attention_factor
+        return replace(genome, left=left, attention_factor=temperature, origin="mutation")
 
     def cross(self, first: Genome, second: Genome, rng: np.random.Generator) -> Genome:
-        """Each right factor from either parent; critical dimension and left shape from the first."""
+        """Right factors of two parents, mixed one by one or blended; critical dimension and shape of the first."""
         c = first.critical_dimension
-        other = (second.right[0],) * max(second.critical_dimension - c, 0) + second.right
-        other = other[len(other) - len(first.right) :]
-        take = rng.random(len(first.right)) < 0.5
-        mixed = np.where(take, first.right, other)
-        right = tuple(float(value) for value in np.maximum.accumulate(mixed))
+        other = self._right_from(second, c)
+        weight = rng.uniform(-0.25, 1.25)
+        if rng.random() < 0.5:
+            mixed = np.where(rng.random(len(other)) < 0.5, first.right, other)
+            weight = round(weight)
+        else:
+            mixed = np.exp(weight * np.log(other) + (1 - weight) * np.log(first.right))
+        right = self._monotone(mixed)
         left = first.left
-        if first.shape == "given":
-            if self.dimensions == "all" and second.critical_dimension == c:
-                picked = np.where(rng.random(c) < 0.5, first.left, second.left)
-                left = tuple(float(value) for value in np.maximum.accumulate(picked))
-            left = tuple(min(value, right[0]) for value in left)
-        temperature = first.attention_factor
-        if self.kind == "wide" and rng.random() < 0.5:
-            temperature = second.attention_factor
+        if self.dimensions == "all" and second.critical_dimension == c:
+            picked = np.where(rng.random(c) < 0.5, first.left, second.left)
+            left = tuple(float(value) for value in np.maximum.accumulate(picked))
+        left = tuple(min(value, right[0]) for value in left)
+        temperature = self.attention_factor
+        if temperature is None:
+            apart = second.attention_factor - first.attention_factor
+            temperature = self._snap(max(first.attention_factor + weight * apart, 0.5))
         return replace(first, right=right, left=left, attention_factor=temperature, origin="crossover")
 
+    def _redraw(self, genome: Genome, rng: np.random.Generator) -> Genome:
+        """Algorithm 2: factors between their neighbours, each with the mutation probability."""
+        right = self._mutate_monotone(genome.right, *self._bounds, rng)
+        if self.dimensions == "all":
+            left = tuple(min(value, right[0]) for value in genome.left)
+            return replace(genome, right=right, left=self._mutate_monotone(left, 1.0, right[0], rng))
+        return replace(genome, right=right)
+
     def _mutate_monotone(
-        self, values: tuple[float, ...], lower: float, upper: float, rng: np.random.Generator
+        self, values: Sequence[float], lower: float, upper: float, rng: np.random.Generator
     ) -> tuple[float, ...]:
         """Redraw each factor with probability p between its neighbours.
 
@@ -206,30 +280,40 @@ class SearchSpace(Bounds):
                 changed[i] = self._draw(rng, low, high)
         return tuple(changed)
 
-    def _mutate_wide_genes(self, genome: Genome, rng: np.random.Generator) -> Genome:
-        p = self.mutation_probability
-        if rng.random() < p:
-            temperature = genome.attention_factor * math.exp(0.08 * rng.standard_normal())
-            genome = replace(genome, attention_factor=max(self._snap(temperature), 0.5))
-        if rng.random() < p:
-            genome = self._move_critical_dimension(genome, int(rng.integers(-2, 3)))
-        if rng.random() < p:
-            genome = self._change_shape(genome, rng)
-        if rng.random() < p:
-            stretch = math.exp(0.15 * rng.standard_normal())
-            right = tuple(self._snap(value * stretch) for value in genome.right)
-            genome = replace(genome, right=right)
-        return genome
+    def _stretch(self, genome: Genome, rng: np.random.Generator) -> Genome:
+        """All right factors by a common factor, or those from some dimension on, or those up to it.
 
-    def _move_critical_dimension(self, genome: Genome, step: int) -> Genome:
+        Redrawing moves a plateau only at its ends; this moves it as a whole, or a part of it.
+        """
+        narrow, wide = map(math.log, STRETCHES)
+        growth = math.exp(rng.standard_normal() * math.exp(rng.uniform(narrow, wide)))
+        right, place = np.array(genome.right), int(rng.integers(len(genome.right)))
+        if rng.random() < 0.5:
+            before = right[place - 1] if place else 0.0
+            right[place:] = np.maximum(right[place:] * growth, before)
+        else:
+            right[: place + 1] *= growth
+            if place + 1 < len(right):
+                right[: place + 1] = np.minimum(right[: place + 1], right[place + 1])
+        return replace(genome, right=self._monotone(right))
+
+    def _shift(self, genome: Genome, rng: np.random.Generator) -> Genome:
+        """Another critical dimension nearby, with the same factors from there on or the same slope below."""
+        c = genome.critical_dimension
         allowed = self.critical_dimensions
-        c = min(max(genome.critical_dimension + step, allowed[0]), allowed[-1])
-        moved = c - genome.critical_dimension
-        right = genome.right[moved:] if moved > 0 else (genome.right[0],) * -moved + genome.right
+        moved = min(max(c + int(rng.choice([-2, -1, 1, 2])), allowed[0]), allowed[-1])
+        right = self._right_from(genome, moved)
         if genome.shape == "given":
-            factors = genome.factors()
-            return replace(genome, critical_dimension=c, right=right, left=factors[:c])
-        return replace(genome, critical_dimension=c, right=right)
+            return replace(genome, critical_dimension=moved, right=right, left=genome.factors()[:moved])
+        if rng.random() < 0.5:
+            growth = genome.right[0] ** (moved / c) / right[0]
+            right = self._monotone(np.array(right) * growth)
+        return replace(genome, critical_dimension=moved, right=right)
+
+    def _warm(self, genome: Genome, rng: np.random.Generator) -> Genome:
+        """Another temperature nearby."""
+        temperature = genome.attention_factor * math.exp(0.05 * rng.standard_normal())
+        return replace(genome, attention_factor=max(self._snap(temperature), 0.5))
 
     def _change_shape(self, genome: Genome, rng: np.random.Generator) -> Genome:
         c = genome.critical_dimension
@@ -245,30 +329,41 @@ class SearchSpace(Bounds):
             parameter = self._snap(math.exp(0.5 * rng.standard_normal()))
         return replace(genome, shape=shape, parameter=parameter, left=())
 
+    @staticmethod
+    def _right_from(genome: Genome, c: int) -> tuple[float, ...]:
+        """Its factors from another critical dimension on; a longer right side begins as the shorter one did."""
+        missing = genome.critical_dimension - c
+        return (genome.right[0],) * missing + genome.right if missing > 0 else genome.right[-missing:]
+
+    def _monotone(self, values: Any) -> tuple[float, ...]:
+        """Non-decreasing values on the grid and within the bounds."""
+        return tuple(self._onto_grid(float(value)) for value in np.maximum.accumulate(values))
+
     def _with_free_left(self, genome: Genome) -> Genome:
         left = genome.factors()[: genome.critical_dimension]
         return replace(genome, shape="given", left=tuple(map(self._snap, left)))
 
     def _clipped_closed_form(self, name: str) -> Genome:
-        lower, upper = self._bounds
         factors = rescale(name, self.spec, self.target_length).long
-        right = tuple(min(max(self._snap(value), lower), upper) for value in factors)
-        return Genome(critical_dimension=0, right=right, attention_factor=self.attention_factor, origin=name)
+        right = tuple(map(self._onto_grid, factors))
+        return Genome(critical_dimension=0, right=right, attention_factor=self.attention_factor or 1.0, origin=name)
 
     def _draw(self, rng: np.random.Generator, low: float, high: float) -> float:
         """Uniform on the grid points of [low, high]; `low` itself where there is none."""
-        first, last = math.ceil(low / self.grid - 1e-6), math.floor(high / self.grid + 1e-6)
+        first, last = self._grid_points(low, high)
         if last < first:
             return low
         drawn = self._snap(int(rng.integers(first, last + 1)) * self.grid)
         return min(max(drawn, low), high)  # a neighbour off the grid may lie a rounding error beside it
 
+    def _onto_grid(self, value: float) -> float:
+        """The nearest grid point within the bounds; the lower bound itself where there is none."""
+        lower, upper = self._bounds
+        first, last = self._grid_points(lower, upper)
+        return lower if last < first else self._snap(min(max(round(value / self.grid), first), last) * self.grid)
+
+    def _grid_points(self, low: float, high: float) -> tuple[int, int]:
+        return math.ceil(low / self.grid - 1e-6), math.floor(high / self.grid + 1e-6)
+
     def _snap(self, value: float) -> float:
         return round(round(value / self.grid) * self.grid, 10)
-
-
-def default_attention_factor(method: str, spec: RopeSpec, target_length: int) -> float:
-    """The temperature of each method: the paper names none, the first LongRoPE had its own."""
-    if method == "longrope":
-        return longrope_temperature(spec.extension_ratio(target_length), spec.original_length)
-    return 1.0

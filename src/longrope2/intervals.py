@@ -3,6 +3,8 @@
 import math
 from collections.abc import Sequence
 
+from scipy.special import stdtrit
+
 NORMAL_QUANTILE = 1.959963984540054  # of 0.975
 
 
@@ -58,27 +60,5 @@ def student(values: Sequence[float]) -> tuple[float, float] | None:
         return None
     mean = sum(values) / count
     variance = sum((value - mean) ** 2 for value in values) / (count - 1)
-    reach = student_quantile(count - 1) * math.sqrt(variance / count)
+    reach = float(stdtrit(count - 1, 0.975)) * math.sqrt(variance / count)
     return mean - reach, mean + reach
-
-
-def student_quantile(degrees: int) -> float:
-    """The 0.975 quantile of Student's t, by bisection on its distribution for whole degrees of freedom."""
-    low, high = 0.0, 13.0  # 12.706 for one degree, less for more
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _central(middle, degrees) < 0.95 else (low, middle)
-    return high
-
-
-def _central(t: float, degrees: int) -> float:
-    """P(|T| < t): a finite sum (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
-    angle = math.atan(t / math.sqrt(degrees))
-    sine, cosine = math.sin(angle), math.cos(angle)
-    odd = degrees % 2
-    term = cosine if odd else 1.0
-    total = term if degrees > 1 else 0.0
-    for step in range(1, (degrees - 1) // 2 if odd else degrees // 2):
-        term *= cosine**2 * (2 * step / (2 * step + 1) if odd else (2 * step - 1) / (2 * step))
-        total += term
-    return 2 / math.pi * (angle + sine * total) if odd else sine * total
