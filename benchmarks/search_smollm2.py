@@ -1,89 +1,126 @@
-"""Racing against the paper's exhaustive schedule: SmolLM2-135M, 8k → 32k, the same seed, the same documents.
+"""The search over lengths, spaces and seeds, and what each part of it is worth: SmolLM2-135M on one GPU.
 
-    python benchmarks/search_smollm2.py path/to/SmolLM2-135M-Instruct.Q4_1.gguf --books PG19_VALIDATION
+    python benchmarks/search_smollm2.py SmolLM2-135M-Instruct.Q4_1.gguf --books TRAIN --test-books VALIDATION \
+        --lengths 16k,32k --variants paper,wide --seeds 0,1,2
 
-Both searches write into --runs and resume there, since an exhaustive one takes long.
+Every search writes into --runs and resumes there. What it found is then scored, beside every closed form and any
+--factors, on documents from other books: at the start, as in the paper, and at ten depths that no search uses. Those
+documents are the same for all, so that methods and seeds can be compared document by document.
 """
 
-import math
-from dataclasses import asdict
+import json
+import sys
 from pathlib import Path
+from typing import Any
 
-import torch
-from common import arguments, report
+from common import arguments
 
+from longrope2 import RescaleFactors
+from longrope2.books import read_books
+from longrope2.cli import LENGTH
 from longrope2.distributed import world
+from longrope2.files import package_versions, write_json
 from longrope2.methods import rescale
-from longrope2.models import load
-from longrope2.perplexity import scoring, total
-from longrope2.search.config import SearchConfig
-from longrope2.search.evolution import EvolutionConfig
-from longrope2.search.record import search_result
-from longrope2.search.run import needle_documents, search
+from longrope2.models import LoadedModel, load
+from longrope2.needles import make_needles
+from longrope2.perplexity import scoring
+from longrope2.search.config import search_config
+from longrope2.search.record import RECORD, measurement, search_result
+from longrope2.search.run import CLOSED_FORMS, search
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "paper": {},
+    "paper-released": {"attention_factor": "released"},
+    "paper-searched": {"attention_factor": "searched"},
+    "paper-staged": {"staged": True},
+    "paper-depths": {"depth": (0.0, 0.5, 0.25, 0.75)},
+    "wide": {"space": "wide"},
+    "wide-start": {"space": "wide", "depth": 0.0},
+    "wide-direct": {"space": "wide", "staged": False},
+}
+"""What differs from the paper's space, one thing at a time, and from the wide one."""
+TEST_SEED = 2026
+DEPTHS = tuple((2 * tenth + 1) / 20 for tenth in range(10))
 
 
-def flat_grid(loaded, config, documents) -> dict[str, float]:
-    """Flat factors f·s from a critical dimension on: the coarse grid that a search has to beat."""
-    rope, ratio = loaded.info.rope, loaded.info.rope.extension_ratio(config.target_length)
-    found = {}
-    with scoring(loaded.model, rescale("none", rope, config.target_length)) as scorer:
-        for c in (14, 17, 20):
-            for f in (1.0, 1.25, 1.5, 2.0):
-                factors = rescale(
-                    "longrope2", rope, config.target_length, critical_dimension=c, right_factors=[f * ratio]
-                )
+class Test:
+    """Documents that no search has seen, and the scores of factors on them."""
+
+    def __init__(self, loaded: LoadedModel, length: int, books: str, count: int) -> None:
+        self.loaded, self.length = loaded, length
+        shelf = list(read_books(books))
+        self.documents = {
+            part: make_needles(
+                loaded.tokenizer, shelf, length=length, count=count, seed=TEST_SEED, depth=depth, from_start=True
+            )
+            for part, depth in (("start", 0.0), ("depths", DEPTHS))
+        }
+
+    def score(self, factors: RescaleFactors) -> dict[str, Any]:
+        """Perplexity, interval and exact answers on both sets, and each document's loss."""
+        found: dict[str, Any] = {}
+        with scoring(self.loaded.model, factors) as scorer:
+            for part, documents in self.documents.items():
                 scores = [scorer(factors, [document])[0] for document in documents]
-                found[f"d_rcd {c}, {f:g}·s"] = total(scores).perplexity
-    return found
+                nll = [round(score.nll / score.num_tokens, 5) for score in scores]
+                found[part] = {**measurement(scores), "nll": nll}
+        return found
 
 
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("model")
-    parser.add_argument("--books", required=True)
+    parser.add_argument("--books", help="to search on; default: the package's")
+    parser.add_argument("--test-books", help="to compare on; default: the package's")
     parser.add_argument("--runs", type=Path, default=Path("runs/search-smollm2"))
-    parser.add_argument("--iterations", type=int, default=40)
-    parser.add_argument("--target-length", type=int, default=32_768)
+    parser.add_argument("--lengths", default="32k")
+    parser.add_argument("--variants", default="paper,wide", help=", ".join(VARIANTS))
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--test", type=int, default=20, help="documents of each kind to compare on")
+    parser.add_argument("--factors", nargs="*", default=[], type=Path, help="other factors to score, where they fit")
+    parser.add_argument("--schedule", type=json.loads, default={}, help="JSON of options for all searches")
+    parser.add_argument("--done", action="store_true", help="search nothing, score what has been found")
     options = parser.parse_args()
-
     loaded = load(options.model)
-    results = {}
-    for race in ("statistical", "off"):
-        config = SearchConfig(
-            target_length=options.target_length,
-            books=options.books,
-            compiled=True,
-            evolution=EvolutionConfig(iterations=options.iterations, race=race),
-        )
-        with world() as here:
-            search(loaded, config, options.runs / race, here)
-        results[race] = search_result(options.runs / race)
-        print(race, results[race]["perplexity"], results[race]["document_evaluations"], flush=True)
-    documents = needle_documents(loaded, config, config.target_length, note=print)
-    grid = flat_grid(loaded, config, documents)
-    raced, exhaustive = results["statistical"], results["off"]
-    report(
-        options,
-        name="search-smollm2-32k",
-        value=raced["document_evaluations"],
-        unit="document evaluations",
-        peer="the same search without racing (the paper's schedule)",
-        peer_value=exhaustive["document_evaluations"],
-        iterations=options.iterations,
-        perplexity=raced["perplexity"],
-        peer_perplexity=exhaustive["perplexity"],
-        perplexity_ratio=raced["perplexity"] / exhaustive["perplexity"],
-        nll=math.log(raced["perplexity"]),
-        peer_nll=math.log(exhaustive["perplexity"]),
-        critical_dimension=raced["critical_dimension"],
-        peer_critical_dimension=exhaustive["critical_dimension"],
-        closed_form_perplexity=raced["closed_form_perplexity"],
-        flat_grid_perplexity=grid,
-        seconds=raced["seconds"],
-        peer_seconds=exhaustive["seconds"],
-        config=asdict(config),
-        peak_gib=torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None,
-    )
+    for text in options.lengths.split(","):
+        length = LENGTH.convert(text, None, None)
+        rows = []
+        for seed in map(int, options.seeds.split(",")):
+            for variant in options.variants.split(","):
+                folder = options.runs / f"{variant}-{text}-{seed}"
+                if options.done and not (folder / RECORD).exists():
+                    continue
+                config = search_config(
+                    target_length=length, books=options.books, seed=seed, **{**VARIANTS[variant], **options.schedule}
+                )
+                with world() as here:
+                    factors = search(loaded, config, folder, here, compare_with=())
+                rows.append((variant, seed, factors, search_result(folder)))
+                print(f"{variant} {text} seed {seed}: {rows[-1][3]['seconds']:.0f} s", file=sys.stderr, flush=True)
+        test = Test(loaded, length, options.test_books, options.test) if options.test else None
+        rows += [(name, None, rescale(name, loaded.info.rope, length), None) for name in CLOSED_FORMS if test]
+        others = [(path.stem, None, RescaleFactors.load(path), None) for path in options.factors]
+        rows += [row for row in others if test and row[2].target_length == length]
+        found = []
+        for name, seed, factors, result in rows:
+            entry = {"name": name, "seed": seed, "factors": list(factors.long)}
+            entry |= {"critical_dimension": factors.critical_dimension, "temperature": factors.long_attention_factor}
+            if result is not None:
+                entry |= {key: result[key] for key in ("scores", "document_evaluations", "seconds", "convergence")}
+            found.append(entry | ({} if test is None else test.score(factors)))
+            write_json(
+                options.output / f"search-smollm2-{text}.json",
+                {"length": length, "versions": package_versions("torch", "transformers"), "rows": found},
+            )
+            if test is not None:
+                start, depths = (found[-1][part] for part in ("start", "depths"))
+                print(
+                    f"{name:>14} {'-' if seed is None else seed} d_rcd {factors.critical_dimension} "
+                    f"T {factors.long_attention_factor:.3f}: start {start['perplexity']:.3f} "
+                    f"({start['exact']}/{start['documents']}), depths {depths['perplexity']:.3f} "
+                    f"({depths['exact']}/{depths['documents']})",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,64 @@
+"""A search on landscapes whose optimum is known must find it: the level of a plateau, its rise, and where it begins."""
+
+import json
+import sys
+from pathlib import Path
+from statistics import fmean, median
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BENCHMARKS, RESULTS = ROOT / "benchmarks", ROOT / "results" / "smollm2"
+SEEDS = 12
+
+
+@pytest.fixture(scope="module")
+def algorithms():
+    sys.path.insert(0, str(BENCHMARKS))
+    import search_algorithms
+
+    yield search_algorithms
+    sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.mark.parametrize("seeds", [3, pytest.param(SEEDS, marks=pytest.mark.slow)])
+def test_the_optimum_is_found_within_twelve_iterations_without_racing(algorithms, seeds):
+    found = algorithms.synthetic(algorithms.ALGORITHMS["surrogate"], seeds)
+    assert max(entry["median_regret"] for entry in found.values()) <= 0.001
+    assert fmean(entry["within_one"] for entry in found.values()) >= 0.95
+
+
+@pytest.mark.slow
+def test_moves_alone_find_plateaus_that_the_first_release_missed(algorithms):
+    """Three landscapes rise from the critical dimension on, which takes a surrogate; two are flat."""
+    flat = {name: optimum for name, optimum in algorithms.OPTIMA.items() if not optimum.rise}
+    assert len(flat) == 2
+    regrets = {}
+    for algorithm in ("first release", "evolution"):
+        found = algorithms.synthetic(algorithms.ALGORITHMS[algorithm], 6)
+        regrets[algorithm] = {name: entry["median_regret"] for name, entry in found.items()}
+    assert all(regret > 0.003 for regret in regrets["first release"].values())
+    assert all(regrets["evolution"][name] < 0.001 for name in flat)
+    assert all(regrets["evolution"][name] < 0.7 * regrets["first release"][name] for name in algorithms.OPTIMA)
+
+
+@pytest.mark.parametrize("seeds", [3, pytest.param(SEEDS, marks=pytest.mark.slow)])
+def test_racing_on_noisy_documents_finds_it_with_a_fifth_of_the_evaluations(algorithms, seeds):
+    found = algorithms.racing(seeds)
+    assert max(entry["median_regret"] for entry in found.values()) <= 0.01
+    assert fmean(entry["times_fewer_evaluations"] for entry in found.values()) >= 5
+
+
+def test_the_noise_is_that_of_smollm2(algorithms):
+    """How much the difference between a candidate and the best one varies over documents, relative to its mean."""
+    recorded = json.loads((RESULTS / "hypothesis-SmolLM2-135M-Instruct-16384.json").read_text())["landscape"]
+    cells = {(cell["critical_dimension"], cell["ratio"]): np.array(cell["nll"]) for cell in recorded}
+    best = cells[20, 1.5]
+    near = [cells[place] - best for place in ((19, 1.5), (18, 1.5), (18, 1.25), (17, 1.25), (14, 1.25))]
+    landscape = algorithms.Landscape(algorithms.OPTIMA["16k, 20, 1.5"], documents=400, noise=algorithms.NOISE)
+    factors = landscape.optimum.factors()
+    made = [landscape.losses(factors * growth) - landscape.losses(factors) for growth in (1.1, 1.2, 0.9)]
+    measured, simulated = (median(float(np.std(d) / np.mean(d)) for d in apart) for apart in (near, made))
+    assert 0.6 < measured < 0.8
+    assert simulated == pytest.approx(measured, abs=0.15)
