@@ -3,8 +3,10 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# A file stays with one worker, which makes what its tests share once; tests/conftest.py puts long files first.
+PARALLEL := -n auto --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-.PHONY: setup demo test lint types docs clean
+.PHONY: setup demo test test-all lint types docs clean
 
 setup: $(READY)
 
@@ -18,9 +20,12 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/longrope2 extend tiny --target-length 4096 -o runs/demo
 
-# A file stays with one worker, which makes what its tests share once; tests/conftest.py puts long files first.
 test: $(READY)
-	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+	$(BIN)/python -m pytest $(PARALLEL)
+
+# The second tier: what takes minutes.
+test-all: test
+	$(BIN)/python -m pytest $(PARALLEL) -m 'slow and not gpu and not network'
 
 lint: $(READY)
 	$(BIN)/ruff check .
