@@ -205,6 +205,7 @@ class TestPublishedConfigs:
             },
         })  # fmt: skip
         assert reading.rescaled.method == "longrope"
+        assert reading.remarks == ()  # its sliding window is wider than its own
         assert reading.rope.original_length == 4096
         assert reading.rescaled.factors == tuple(published["phi3_mini_128k_april_short"])
         assert reading.rescaled.attention_factor == pytest.approx(1.1902, abs=1e-4)  # √(1 + ln 32/ln 4096)

@@ -317,7 +317,11 @@ def factors(
     default="statistical",
     help="When to stop scoring a candidate; off is the paper's schedule.",
 )
-@option("--race-confidence", default=-0.5, help="Standard errors; more is safer, slower.")
+@option(
+    "--race-confidence",
+    default=-0.5,
+    help="Standard errors granted to a candidate before it is stopped; more is safer, slower.",
+)
 @seed_option
 @option("--compile", "compiled", is_flag=True, help="Compile the model: for long searches on a GPU.")
 @option("--tensor-parallel", default=1, help="GPUs that share one copy of the model.")

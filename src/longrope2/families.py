@@ -148,7 +148,7 @@ def _read(config: Mapping[str, Any], family: str, original_length: int | None) -
             f"{found_length:,} is implied by the factor (override with --original-length)"
         )
     rope = RopeSpec(rotary_dim=rotary_dim, theta=float(parameters["rope_theta"]), original_length=found_length)
-    if sliding_window and FULL_ATTENTION not in layer_types:
+    if sliding_window and sliding_window < max(window, found_length) and FULL_ATTENTION not in layer_types:
         remarks.append(
             f"every layer attends to a sliding window of {sliding_window:,} tokens: "
             "rescaled RoPE cannot carry information further in one layer"

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from longrope2.search.racing import Race, Scores
@@ -55,6 +55,9 @@ def tables(draw, values=nlls):
 
 
 @settings(max_examples=200)
+@example(
+    table=({f"g{i}": row for i, row in enumerate([[0.0, 2], [1, 0], [2, 0], [1, 1], [0, 1]])}, [0, 1]), num_parents=2
+)
 @given(table=tables(), num_parents=st.integers(1, 6))
 def test_exact_racing_never_drops_a_parent_nor_the_best(table, num_parents):
     rows, order = table

@@ -863,6 +863,18 @@ def test_the_ends_of_what_is_allowed_can_be_searched(ends, method, tiny, books, 
     search(tiny, config, tmp_path, ALONE).check_fits(tiny.info.rope)
 
 
+def test_documents_without_needles_are_all_alike():
+    config = SearchConfig(target_length=1024, space="wide", objective="plain", documents=4, held_out=2)
+    assert config.problems() == []
+    assert config.kinds == [0, 0, 0, 0]
+    assert SearchConfig(target_length=1024, space="wide", documents=5).kinds == [0, 1, 2, 3, 0]
+
+
+def test_the_first_longrope_has_no_stages():
+    (problem,) = SearchConfig(target_length=1024, method="longrope", staged=True).problems()
+    assert "staged goes with the spaces" in problem
+
+
 def test_a_right_configuration_has_no_problems():
     assert SearchConfig(target_length=1024).problems() == []
 

@@ -176,6 +176,14 @@ def test_the_first_longrope_starts_from_pi_ntk_and_yarn(ratio):
         assert genome.attention_factor == 1.2
 
 
+def test_closed_forms_of_the_wide_space_have_the_temperature_that_was_asked_for():
+    own = {genome.origin: genome for genome in make_space(TINY, 16, kind="wide", attention_factor=None).closed_forms()}
+    assert own["yarn"].attention_factor > 1.2
+    for genome in make_space(TINY, 16, kind="wide", attention_factor=1.0).closed_forms():
+        assert genome.attention_factor == 1
+        assert genome.factors() == own[genome.origin].factors()
+
+
 def test_a_mutation_redraws_each_factor_with_its_probability():
     space = make_space(TINY, 16)
     parent = Genome(critical_dimension=8, right=(24.0,) * 24)

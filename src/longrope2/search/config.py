@@ -78,6 +78,11 @@ class SearchConfig(Bounds):
         assert self.depth is not None
         return (self.depth,) if isinstance(self.depth, int | float) else self.depth
 
+    @property
+    def kinds(self) -> list[int]:
+        """Which of a stage's documents are alike: those with the needle at the same depth; without needles all are."""
+        return [0 if self.objective == "plain" else number % len(self.depths) for number in range(self.documents)]
+
     def stages(self, spec: RopeSpec) -> list[int]:
         """The lengths to search at, one after another; the target is the last."""
         lengths = [self.target_length]
@@ -99,7 +104,8 @@ class SearchConfig(Bounds):
         found = self.evolution.problems() + unknown_choices(self) + out_of_range(self, **RANGES)
         found += self._temperature_problems()
         assert self.held_out is not None
-        found += depth_problems(self.depths, documents=self.documents, held_out=self.held_out)
+        counts = {} if self.objective == "plain" else {"documents": self.documents, "held_out": self.held_out}
+        found += depth_problems(self.depths, **counts)
         if not 0 < self.mutation_probability <= 1:
             found.append(f"mutation_probability must lie in (0, 1], got {self.mutation_probability}")
         if self.lower > self.upper:
@@ -108,6 +114,8 @@ class SearchConfig(Bounds):
             found.append("method longrope is defined with objective plain and space paper")
         if self.method == "longrope" and (self.lower, self.upper) != (SearchConfig.lower, SearchConfig.upper):
             found.append("method longrope has bounds of its own, 1 and 1.25 s; leave lower and upper out")
+        if self.method == "longrope" and self.staged:
+            found.append("method longrope begins at closed forms of the target length; staged goes with the spaces")
         if self.method == "longrope" and self.attention_factor == "searched":
             found.append("method longrope has no temperature to search; give a number, or leave attention_factor out")
         if self.space == "wide" and self.dimensions == "all":

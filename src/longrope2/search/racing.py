@@ -1,4 +1,4 @@
-"""Racing: stop scoring a candidate as soon as more documents cannot, or very probably cannot, matter.
+"""Racing: stop scoring a candidate as soon as more documents cannot, or will hardly, make it the best.
 
 A candidate is compared with a reference (the best one known, scored on all documents) on the documents both have seen.
 Some documents tell candidates apart far better than others, so those come first, and what a candidate would have on
@@ -7,8 +7,9 @@ nobody is judged before a document of every depth. Three modes:
 
 `off`          every candidate is scored on every document: the paper's schedule.
 `exact`        dropped once its sum alone exceeds what the last parent has on all documents: certain, as NLL ≥ 0.
-`statistical`  also stopped once it is very probably not the new best. It then ranks by its estimated total, which
-               is all that choosing parents needs.
+`statistical`  also stopped unless its estimated total, less `confidence` standard errors, is below the best one's;
+               with less than 0 it has to promise more than that. It then ranks by that estimate, which is all that
+               choosing parents needs.
 """
 
 import math
@@ -88,9 +89,9 @@ class Scores:
         return {key: self.estimate(key, reference, scales) for key in self.table}
 
     def ranking(self) -> list[str]:
-        """All candidates, best first."""
+        """All candidates, best first; of equal ones those that are known for certain."""
         estimates = self.estimates()
-        return sorted(estimates, key=estimates.__getitem__)
+        return sorted(estimates, key=lambda key: (estimates[key], not self.is_complete(key)))
 
 
 @dataclass(frozen=True, kw_only=True)

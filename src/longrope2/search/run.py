@@ -107,7 +107,7 @@ def search(
                 forms = {name: last.space.closed_form(name) for name in compare_with}
                 finalists = outcomes[-1].finalists()
                 if config.space == "wide":  # which holds them, so that it may never end below one
-                    finalists += forms.values()
+                    finalists += map(last.space.at_fixed_temperature, forms.values())
                 measured_on = held_out or last.documents
                 tasks = [(genome, index) for genome in (*finalists, *forms.values()) for index in measured_on]
                 line = ProgressLine(len(tasks), "finalists and closed forms, evaluations")
@@ -212,7 +212,7 @@ def _run_stages(
                 config.evolution,
                 len(stage.documents),
                 nlls,
-                kinds=[number % len(config.depths) for number in range(len(stage.documents))],
+                kinds=config.kinds,
                 carried=carried,
                 stage=stage.number,
                 generation=generation,

@@ -148,7 +148,7 @@ class SearchSpace(Bounds):
         """Where a search starts besides what it draws: nowhere in the paper's space, in the wide one everywhere."""
         if self.method == "longrope":
             return [self._clipped_closed_form(name) for name in ("pi", "ntk", "yarn")]
-        return [self.closed_form(name) for name in METHODS] if self.kind == "wide" else []
+        return [self.at_fixed_temperature(self.closed_form(name)) for name in METHODS] if self.kind == "wide" else []
 
     def draws(self, count: int, rng: np.random.Generator) -> list[Genome]:
         """Individuals of Algorithm 1, drawn again and again: one level from c on, NTK below.
@@ -200,6 +200,10 @@ class SearchSpace(Bounds):
             attention_factor=factors.long_attention_factor,
             origin=name,
         )
+
+    def at_fixed_temperature(self, genome: Genome) -> Genome:
+        """An individual as this space holds it: with its own temperature only where temperatures are searched."""
+        return genome if self.attention_factor is None else replace(genome, attention_factor=self.attention_factor)
 
     def carry(self, genome: Genome, ratio: float) -> Genome:
         """An individual found at another extension ratio, in units of this one: λ/s and (T - 1)/ln s stay."""
