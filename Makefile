@@ -18,7 +18,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 demo: $(READY)
-	$(BIN)/longrope2 extend tiny --target-length 4096 -o runs/demo
+	$(BIN)/longrope2 extend tiny --target-length 2048 -o runs/demo
 
 test: $(READY)
 	$(BIN)/python -m pytest $(PARALLEL)

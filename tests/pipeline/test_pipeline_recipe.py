@@ -117,20 +117,20 @@ def test_an_export_is_called_as_the_model_wherever_the_command_runs(tmp_path, mo
 
 def test_a_shorter_target_bounds_the_lengths_of_the_recipe():
     notes = []
-    recipe = read_recipe("tiny-laptop", target_length=1024, note=notes.append)
-    assert [table["lengths"] for table in recipe.evaluate] == [(256, 1024), (256, 1024)]
-    assert recipe.recall["lengths"] == (256, 1024)
-    assert notes[-1] == "evaluate: lengths 256, 2,048 of the recipe, made for a target of 4,096, become 256, 1,024"
+    recipe = read_recipe("tiny-laptop", target_length=512, note=notes.append)
+    assert [table["lengths"] for table in recipe.evaluate] == [(256, 512), (256, 512)]
+    assert recipe.recall["lengths"] == (256, 512)
+    assert notes[-1] == "evaluate: lengths 256, 1,024 of the recipe, made for a target of 2,048, become 256, 512"
     assert len(notes) == 3
 
 
 def test_a_longer_target_is_evaluated_where_the_recipes_own_is():
     notes = []
     recipe, own = read_recipe("tiny-laptop", target_length=8192, note=notes.append), read_recipe("tiny-laptop")
-    assert [table["lengths"] for table in recipe.evaluate] == [(256, 1024, 4096, 8192), (256, 2048)]
+    assert [table["lengths"] for table in recipe.evaluate] == [(256, 1024, 2048, 8192), (256, 1024)]
     assert len(notes) == 1
     assert recipe.recall == own.recall  # whose buckets end at the recipe's target
-    assert read_recipe("tiny-laptop", target_length=4096, note=notes.append) == own
+    assert read_recipe("tiny-laptop", target_length=2048, note=notes.append) == own
     assert len(notes) == 1
 
 
