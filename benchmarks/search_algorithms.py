@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from longrope2.rope import RopeSpec
-from longrope2.search.evolution import EvolutionConfig, evolve
+from longrope2.search.config import EvolutionConfig
+from longrope2.search.evolution import evolve
 from longrope2.search.space import Genome, SearchSpace
 
 SMOLLM2 = RopeSpec(rotary_dim=64, theta=1e5, original_length=8192)

@@ -38,7 +38,6 @@ def search_factors(
     target_length: int,
     output: str | Path | None = None,
     *,
-    tensor_parallel: int = 1,
     extend_again: bool = False,
     **options: Any,
 ) -> RescaleFactors:
@@ -52,10 +51,10 @@ def search_factors(
     info.refuse_rescaled(extend_again=extend_again)
     config = search_config(target_length=target_length, **options)
     check(config, info.rope)
-    with world(group_size=tensor_parallel) as here:
+    with world(group_size=config.tensor_parallel) as here:
         if output is not None and here.is_main:
             check_output(Path(output))
-        loaded = load_model(info, device=here.device(), tensor_parallel=tensor_parallel)
+        loaded = load_model(info, device=here.device(), tensor_parallel=config.tensor_parallel)
         return search(loaded, config, _path(output), here)
 
 

@@ -8,10 +8,12 @@ import io
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import MISSING
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 import click
 from click import Choice, argument, option
@@ -20,11 +22,13 @@ from longrope2 import __version__
 from longrope2.distributed import is_main_process, wait_to_speak
 from longrope2.errors import LongRopeError
 from longrope2.memory import keep_freed_memory
+from longrope2.options import Length, Stated, stated
+from longrope2.search.config import SearchConfig
 
 UNITS = {"k": 1 << 10, "m": 1 << 20}
 
 
-class Length(click.ParamType):  # type: ignore[type-arg]
+class Tokens(click.ParamType):  # type: ignore[type-arg]
     """A number of tokens: 32768, 32k or 1M (binary units, as model windows are counted)."""
 
     name = "N"
@@ -59,19 +63,22 @@ class Floats(click.ParamType):  # type: ignore[type-arg]
         return numbers
 
 
-class Temperature(click.ParamType):  # type: ignore[type-arg]
+class NumberOr(click.ParamType):  # type: ignore[type-arg]
     """A number, or one of the words that stand for one."""
 
-    name = "A"
+    name = "NUMBER"
+
+    def __init__(self, *words: str) -> None:
+        self.words = words
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float | str:
         """Parse, or fail with the forms that are accepted."""
-        if value in ("released", "searched"):
+        if value in self.words:
             return str(value)
         try:
             return float(value)
         except ValueError:
-            self.fail(f"{value!r} is not a temperature; write a number, released or searched", param, ctx)
+            self.fail(f"{value!r} is neither a number nor {' or '.join(self.words)}", param, ctx)
 
 
 class Lengths(click.ParamType):  # type: ignore[type-arg]
@@ -118,11 +125,10 @@ class Place(click.Path):
         return super().convert(value, param, ctx)
 
 
-LENGTH = Length()
+LENGTH = Tokens()
 LENGTHS = Lengths()
 NAMES = Names()
 FLOATS = Floats()
-TEMPERATURE = Temperature()
 NAME = Name()
 FILE, FOLDER, PLACE = Place("FILE"), Place("FOLDER"), Place("PLACE")
 METHOD_NAMES = "pi, ntk, ntk-aware, dynamic-ntk, ntk-by-parts, yarn, llama3, ntk-rcd, yarn-rcd, longrope2, none"
@@ -147,6 +153,51 @@ corpus_option = option(
     "--cache", type=FOLDER, help="Where tokenised sources are kept.  [default: ~/.cache/longrope2/corpus]"
 )
 json_option = option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+
+
+def options_of(kind: type, *without: str) -> Callable[[Any], Any]:
+    """The options of a config class as those of a command, but for some."""
+
+    def decorate(command: Any) -> Any:
+        for entry in reversed(list(stated(kind))):  # a decorator further down comes first
+            if entry.option.command and entry.name not in without:
+                command = _click_option(entry)(command)
+        return command
+
+    return decorate
+
+
+def _click_option(entry: Stated) -> Callable[[Any], Any]:
+    facts = entry.option
+    kinds = [part for part in _parts(entry.hint) if part is not NoneType]
+    flag, settings = entry.flag, dict[str, Any](metavar=facts.metavar)
+    if kinds == [bool]:
+        settings = {"is_flag": True} if entry.default is False else {}
+        flag += "" if settings else f"/--no-{flag.removeprefix('--')}"
+    elif facts.repeated:
+        settings |= {"multiple": True, "type": str}
+    else:
+        settings["type"] = _click_type(kinds)
+    if entry.default is MISSING:
+        settings["required"] = True
+    else:
+        settings |= {"default": entry.default, "show_default": not (entry.default is None or entry.default == ())}
+    usual = f"  [default: {facts.usual}]" if facts.usual else ""
+    return option(flag, entry.name, help=facts.help + usual, **settings)
+
+
+def _click_type(kinds: Sequence[Any]) -> Any:
+    """What parses the values of a type; an optional one without its None."""
+    words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
+    if words:
+        return Choice(words) if float not in kinds else NumberOr(*words)
+    (kind,) = [part for part in kinds if get_origin(part) is tuple] or kinds
+    lists = {tuple[Length, ...]: LENGTHS, tuple[float, ...]: FLOATS, tuple[str, ...]: NAMES}
+    return LENGTH if kind == Length else lists.get(kind, kind)
+
+
+def _parts(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
 class InOrder(click.Group):
@@ -251,80 +302,8 @@ def factors(
 
 @cli.command()
 @model_argument
-@required_target_option
 @option("-o", "--output", required=True, type=FOLDER, help="For factors.json, the journal and figures.")
-@books_option
-@option("--documents", default=10, help="Needle documents, a book each.")
-@option("--held-out", type=int, metavar="N", help="Other documents, to choose the winner on.  [default: as many]")
-@option(
-    "--depth",
-    type=FLOATS,
-    help="Where the needle stands: 0 start, 1 end; of several, a document each, in turn.  "
-    "[default: 0; 0,0.5,0.25,0.75 in the wide space]",
-)
-@option(
-    "--objective",
-    type=Choice(["needle", "plain"]),
-    help="Score the answer, or every token.  [default: needle; plain for --method longrope]",
-)
-@option(
-    "--space",
-    type=Choice(["paper", "wide"]),
-    default="paper",
-    help="The paper's, or also temperature and left shape, starting from every closed form.",
-)
-@option(
-    "--dimensions",
-    type=Choice(["critical", "all"]),
-    default="critical",
-    help="Search from d_rcd on, or every dimension.",
-)
-@option(
-    "--method",
-    type=Choice(["longrope2", "longrope"]),
-    default="longrope2",
-    help="longrope: the first version (all dimensions, plain perplexity).",
-)
-@option(
-    "--staged/--no-staged",
-    default=None,
-    help="Search at twice the window first, then at four times it, and so on.  [default: in the wide space]",
-)
-@option(
-    "--algorithm",
-    type=Choice(["surrogate", "evolution"]),
-    default="surrogate",
-    help="surrogate: a model of the scores so far picks among many children; evolution: the paper's.",
-)
-@option("--population", default=64, help="Candidates to begin with.")
-@option("--iterations", default=8, help="Rounds of mutation and crossover; the paper's search has 40.")
-@option("--parents", default=32, help="Best candidates that the next ones are made from.")
-@option("--mutations", default=4, help="New candidates by mutation, an iteration.")
-@option("--crossovers", default=4, help="New candidates by crossover, an iteration.")
-@option("--mutation-probability", default=0.3, help="That a mutation changes a factor.")
-@option("--lower", default=1.0, help="Least right-hand factor, in extension ratios.")
-@option("--upper", default=2.0, help="Largest right-hand factor, in extension ratios.")
-@option("--grid", default=0.01, help="Step between factors.")
-@option(
-    "--attention-factor",
-    type=TEMPERATURE,
-    help="Temperature of long sequences: a number; released, √(1 + ln s/ln L), as the released models have it; or "
-    "searched.  [default: 1; searched in the wide space; released for --method longrope]",
-)
-@option(
-    "--race",
-    type=Choice(["statistical", "exact", "off"]),
-    default="statistical",
-    help="When to stop scoring a candidate; off is the paper's schedule.",
-)
-@option(
-    "--race-confidence",
-    default=-0.5,
-    help="Standard errors granted to a candidate before it is stopped; more is safer, slower.",
-)
-@seed_option
-@option("--compile", "compiled", is_flag=True, help="Compile the model: for long searches on a GPU.")
-@option("--tensor-parallel", default=1, help="GPUs that share one copy of the model.")
+@options_of(SearchConfig)
 @original_option
 @again_option
 @json_option

@@ -8,13 +8,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-
 from longrope2.books import Book, long_enough
 from longrope2.codec import Codec
 from longrope2.errors import DataError, all_problems
 
 if TYPE_CHECKING:
+    import numpy as np
     from transformers import PreTrainedTokenizerBase
 
 _ADJECTIVES = """
@@ -117,8 +116,10 @@ class NeedleDocument:
         return self.token_ids[: self.answer_start]
 
     @property
-    def answer_mask(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    def answer_mask(self) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
         """True for the tokens of the answer, one entry per token."""
+        import numpy as np
+
         return np.arange(len(self.token_ids)) >= self.answer_start
 
 
@@ -132,7 +133,7 @@ class PlainDocument:
     book_start: int
 
 
-def key_value(rng: np.random.Generator, value_digits: int = 7) -> tuple[str, str]:
+def key_value(rng: "np.random.Generator", value_digits: int = 7) -> tuple[str, str]:
     """Draw a key like "numerous-kite" and a number of `value_digits` digits that does not start with 0."""
     key = f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"
     digits = [rng.integers(1, 10), *rng.integers(0, 10, size=value_digits - 1)]
@@ -177,7 +178,7 @@ def make_needles(
     documents: list[NeedleDocument] = []
     for index in range(count):
         # The middle number keeps these streams apart from the one that shuffles the books.
-        rng = np.random.default_rng([seed, 1, index])
+        rng = _generator(seed, 1, index)
         wanted = float(rng.uniform()) if depths == "uniform" else depths[index % len(depths)]
         documents.append(maker.make(documents, wanted, rng))
     shelf.note_reuse(count, note)
@@ -203,7 +204,7 @@ def make_plain(
     shelf = _Shelf(codec, books, length=length, seed=seed, note=note)
     documents = []
     for index in range(count):
-        rng, book = np.random.default_rng([seed, 1, index]), shelf.book(index)
+        rng, book = _generator(seed, 1, index), shelf.book(index)
         fraction = shelf.fraction(book, rng, from_start=True)
         start, text = shelf.cut(book, length - len(codec.opening), fraction, after="", lead="")
         shelf.used.add((book, start))
@@ -239,6 +240,12 @@ def depth_problems(depths: Sequence[float], **counts: int) -> list[str]:
     ]
 
 
+def _generator(*seed: int) -> "np.random.Generator":
+    import numpy as np  # not at the top: `--help` reads this module
+
+    return np.random.default_rng(seed)
+
+
 def _check_arguments(count: int, seed: int, depths: Sequence[float] | str, value_digits: int) -> None:
     """Raise DataError naming every bad argument."""
     limits = (("count", count, 1), ("seed", seed, 0), ("value_digits", value_digits, 1))
@@ -262,7 +269,7 @@ class _Shelf:
         self, codec: Codec, books: Iterable[Book], *, length: int, seed: int, note: Callable[[str], None]
     ) -> None:
         given = list(dict.fromkeys(books))
-        order = np.random.default_rng([seed, 0]).permutation(len(given))
+        order = _generator(seed, 0).permutation(len(given))
         self.books: list[Book] = []
         self.used: set[tuple[Book, int]] = set()
         self._codec, self._length = codec, length
@@ -274,7 +281,7 @@ class _Shelf:
             self.books.append(book)
         return self.books[number % len(self.books)]
 
-    def fraction(self, book: Book, rng: np.random.Generator, *, from_start: bool) -> float:
+    def fraction(self, book: Book, rng: "np.random.Generator", *, from_start: bool) -> float:
         """Where to begin in a book, as a fraction of the possible starts."""
         drawn = float(rng.uniform())
         return 0.0 if from_start and all(used is not book for used, _ in self.used) else drawn
@@ -350,7 +357,7 @@ class _Maker:
     around: int
     from_start: bool
 
-    def make(self, earlier: Sequence[NeedleDocument], depth: float, rng: np.random.Generator) -> NeedleDocument:
+    def make(self, earlier: Sequence[NeedleDocument], depth: float, rng: "np.random.Generator") -> NeedleDocument:
         """Draw key, value and place in a book until the document reads back as it should."""
         keys = {document.key for document in earlier}
         values = {document.value for document in earlier}
@@ -429,7 +436,7 @@ def _largest_frame(codec: Codec, template: NeedleTemplate, value_digits: int) ->
     def tokens(key: str) -> int:
         return len(codec.ids(template.needle.replace("{key}", key), after="a"))
 
-    rng = np.random.default_rng(7)
+    rng = _generator(7)
     adjectives = sorted(ADJECTIVES, key=lambda word: tokens(f"{word}-{NOUNS[0]}"))[-8:]
     nouns = sorted(NOUNS, key=lambda word: tokens(f"{ADJECTIVES[0]}-{word}"))[-8:]
     draws = [(f"{adjective}-{noun}", key_value(rng, value_digits)[1]) for adjective in adjectives for noun in nouns]

@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longrope2.methods import METHODS, rescale
+from longrope2.options import broken_limits
 from longrope2.rope import RopeSpec
-from longrope2.search.evolution import FINALISTS, EvolutionConfig, children, evolve, first_population
+from longrope2.search.config import EvolutionConfig, SearchConfig
+from longrope2.search.evolution import FINALISTS, children, evolve, first_population
 from longrope2.search.racing import Scores
 from longrope2.search.space import SearchSpace
 
@@ -455,15 +457,15 @@ def test_every_problem_of_a_schedule_is_named():
     config = EvolutionConfig(
         population=0, iterations=-1, parents=0, mutations=-1, crossovers=-2, race_confidence=-1001, seed=-3
     )
-    assert config.problems() == [
+    assert broken_limits(config) == [
         "population must be at least 1, got 0",
         "iterations must be at least 0, got -1",
         "parents must be at least 1, got 0",
         "mutations must be at least 0, got -1",
         "crossovers must be at least 0, got -2",
-        "seed must be at least 0, got -3",
         "race_confidence must lie from -1000 to 1000, got -1001",
+        "seed must be at least 0, got -3",
     ]
-    assert EvolutionConfig(mutations=0, crossovers=0).problems() == ["an iteration needs mutations or crossovers"]
-    assert EvolutionConfig(mutations=0, crossovers=0, iterations=0).problems() == []
-    assert EvolutionConfig().problems() == []
+    idle = EvolutionConfig(mutations=0, crossovers=0)
+    assert SearchConfig(target_length=512, evolution=idle).problems() == ["an iteration needs mutations or crossovers"]
+    assert SearchConfig(target_length=512, evolution=dataclasses.replace(idle, iterations=0)).problems() == []

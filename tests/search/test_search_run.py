@@ -28,12 +28,12 @@ from longrope2.files import only_one
 from longrope2.methods import METHODS, rescale
 from longrope2.models import ASSETS, describe, load
 from longrope2.needles import NeedleDocument, PlainDocument, make_needles, make_plain
+from longrope2.options import stated
 from longrope2.perplexity import Score, Scorer
 from longrope2.rope import RopeSpec
 from longrope2.rotary import rescaled
 from longrope2.search import run as search_run
-from longrope2.search.config import ATTENTION_FACTORS, RANGES, SearchConfig, check
-from longrope2.search.evolution import EvolutionConfig
+from longrope2.search.config import EvolutionConfig, SearchConfig, check
 from longrope2.search.journal import Journal
 from longrope2.search.run import search
 from longrope2.search.space import Genome, SearchSpace
@@ -825,7 +825,7 @@ def test_wrong_options_are_all_named_at_once(monkeypatch, capsys, tmp_path):
         "mutation_probability must lie in (0, 1], got 0.0",
         "grid must lie from 1e-06 to 0.25, got 0.0",
         "lower must not be above upper, got 3.0 and 2.0",
-        "attention_factor must lie from 0.01 to 100, or be 'released' or 'searched', got 0.0",
+        "attention_factor must lie from 0.01 to 100, got 0.0",
         "hint: see `longrope2 search --help`",
     ):
         assert message in error
@@ -856,7 +856,8 @@ def test_what_would_overflow_or_be_left_out_is_refused(options, tiny):
 @pytest.mark.parametrize("method", ["longrope2", "longrope"])
 def test_the_ends_of_what_is_allowed_can_be_searched(ends, method, tiny, books, tmp_path):
     names = ("grid", *(("lower", "upper") if method == "longrope2" else ()))
-    values = {name: RANGES[name][ends] for name in names} | {"attention_factor": ATTENTION_FACTORS[ends]}
+    limits = {entry.name: (entry.option.least, entry.option.most) for entry in stated(SearchConfig)}
+    values = {name: limits[name][ends] for name in (*names, "attention_factor")}
     objective = "plain" if method == "longrope" else "needle"
     evolution = EvolutionConfig(population=4, iterations=1, mutations=4, crossovers=1, race_confidence=1000 * ends)
     config = small_config(books, method=method, objective=objective, evolution=evolution, **values)
@@ -891,13 +892,13 @@ def test_words_that_mean_nothing_are_refused():
         evolution=EvolutionConfig(race="sometimes", algorithm="annealing"),
     )
     assert config.problems() == [
-        "algorithm must be 'surrogate' or 'evolution', got 'annealing'",
-        "race must be 'off' or 'exact' or 'statistical', got 'sometimes'",
-        "dimensions must be 'critical' or 'all', got 'some'",
-        "method must be 'longrope2' or 'longrope', got 'longrope3'",
-        "objective must be 'needle' or 'plain', got 'perplexity'",
-        "space must be 'paper' or 'wide', got 'wider'",
-        "attention_factor must lie from 0.01 to 100, or be 'released' or 'searched', got warm",
+        'method must be "longrope2" or "longrope", got "longrope3"',
+        'dimensions must be "critical" or "all", got "some"',
+        'space must be "paper" or "wide", got "wider"',
+        'attention_factor must be a number or "released" or "searched", got "warm"',
+        'objective must be "needle" or "plain", got "perplexity"',
+        'algorithm must be "surrogate" or "evolution", got "annealing"',
+        'race must be "statistical" or "exact" or "off", got "sometimes"',
     ]
 
 
@@ -914,11 +915,11 @@ def test_words_that_mean_nothing_are_refused():
         ),
         (["--space", "wide", "--dimensions", "all"], "space wide shapes the left side itself"),
         (["--method", "longrope", "--attention-factor", "searched"], "method longrope has no temperature to search"),
-        (["--attention-factor", "hot"], "'hot' is not a temperature; write a number, released or searched"),
+        (["--attention-factor", "hot"], "'hot' is neither a number nor released or searched"),
         (["--books", "SHORT"], "no book is long enough: 512 tokens needed, the longest, 'short'"),
         (["--books", "EMPTY"], "no .txt file in this folder"),
         (["--tensor-parallel", 2], "cannot form groups of 2\nhint: start with: torchrun --nproc-per-node 2"),
-        (["--tensor-parallel", 0], "1 processes cannot form groups of 0"),
+        (["--tensor-parallel", 0], "tensor_parallel must be at least 1, got 0"),
         (["-o", "SHORT/short.txt"], "short.txt/search.json: cannot be written (File exists)\nhint: give another path"),
         (["--race", "sometimes"], "Invalid value for '--race'"),
     ],

@@ -62,9 +62,6 @@ def _search(setting: Setting) -> Iterator[str]:
     config = recipe_search(setting.recipe)
     yield from config.problems()
     yield from _complaints(read_books, config.books)
-    processes = setting.recipe.search.get("tensor_parallel", 1)
-    if processes < 1:
-        yield f"tensor_parallel must be at least 1, got {processes}"
 
 
 def _data(setting: Setting) -> Iterator[str]:

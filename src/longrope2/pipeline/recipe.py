@@ -1,15 +1,12 @@
 """A recipe: everything that decides an extension, in one TOML file; some come with the package."""
 
 import difflib
-import json
-import math
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_type_hints
 
 from longrope2 import ledger
 from longrope2.console import say
@@ -23,8 +20,8 @@ from longrope2.export.config import Profile
 from longrope2.export.engines import Format
 from longrope2.methods import METHODS
 from longrope2.models import TINY
+from longrope2.options import conforms, in_toml, in_words, plain, stated, unknown
 from longrope2.search.config import SearchConfig
-from longrope2.search.evolution import EvolutionConfig
 from longrope2.training.job import RunConfig
 from longrope2.training.loop import TrainConfig
 
@@ -102,7 +99,7 @@ def _hints(*kinds: type, without: Sequence[str] = (), **more: Any) -> dict[str, 
 def table_keys() -> dict[str, dict[str, Any]]:
     """The keys of each table with their types: the options of the command of that stage."""
     return {
-        "search": _hints(SearchConfig, EvolutionConfig, without=("target_length", "evolution"), tensor_parallel=int),
+        "search": {entry.name: entry.hint for entry in stated(SearchConfig) if entry.option.recipe},
         "plan": {
             name: Union[kind] if isinstance(kind, tuple) else kind  # noqa: UP007 - a tuple of types
             for name, kind in PLAN_KEYS.items()
@@ -214,15 +211,15 @@ def _checked(values: Table, where: str) -> Table:
     """The file's content with lists as tuples; every wrong key and value is named at once."""
     top = _hints(Recipe)
     tables = table_keys()
-    problems = [_unknown(key, top) for key in values if key not in top]
+    problems = [unknown(key, top) for key in values if key not in top]
     checked: Table = {}
     for key, value in values.items():
         if key not in top:
             continue
         hint = Table if key in tables and not _is_list(key) else top[key]
-        checked[key] = _as_tuples(value)
+        checked[key] = plain(value)
         if not conforms(checked[key], hint) or (_is_list(key) and not value):
-            problems.append(f"{key} must be {_table_in_words(key, hint)}, got {_in_toml(value)}")
+            problems.append(f"{key} must be {_table_in_words(key, hint)}, got {in_toml(value)}")
             continue
         for number, table in enumerate(checked[key] if _is_list(key) else [checked[key]] if key in tables else []):
             subject = f"{key} {number + 1}" if _is_list(key) else key
@@ -254,70 +251,15 @@ def _wrong_entries(subject: str, table: Table, hints: Mapping[str, Any]) -> list
     problems = []
     for name, value in table.items():
         if name not in hints:
-            problems.append(f"{subject}: {_unknown(name, hints)}")
+            problems.append(f"{subject}: {unknown(name, hints)}")
         elif not conforms(value, hints[name]):
-            problems.append(f"{subject}: {name} must be {_in_words(hints[name])}, got {_in_toml(value)}")
+            problems.append(f"{subject}: {name} must be {in_words(hints[name])}, got {in_toml(value)}")
         elif value == ():  # which commands take for their default, and so for more than nothing
             problems.append(f"{subject}: {name} is empty (name what it should have, or leave it out)")
     return problems
 
 
-def _unknown(key: str, known: Mapping[str, Any]) -> str:
-    near = difflib.get_close_matches(key, known, n=1)
-    return f"unknown key {key!r}" + (f", did you mean {near[0]!r}?" if near else "")
-
-
-def conforms(value: Any, hint: Any) -> bool:
-    """Whether a value from a TOML file is what a dataclass field is declared to hold."""
-    origin, parts = get_origin(hint), get_args(hint)
-    if hint is Any:
-        return True
-    if origin in (Union, UnionType):
-        return any(conforms(value, part) for part in parts)
-    if origin is Literal:
-        return value in parts
-    if origin is tuple:
-        if not isinstance(value, tuple):
-            return False
-        if parts[-1] is Ellipsis:
-            return all(conforms(item, parts[0]) for item in value)
-        return len(value) == len(parts) and all(map(conforms, value, parts))
-    if origin is dict:
-        return isinstance(value, dict)
-    if hint in (float, int):
-        # True is an int in Python, but not here; a whole number may stand for a real one, and nan for none.
-        kinds = (int, float) if hint is float else int
-        return isinstance(value, kinds) and not isinstance(value, bool) and -math.inf < value < math.inf
-    return value is None if hint is NoneType else isinstance(value, hint)
-
-
-def _as_tuples(value: Any) -> Any:
-    if isinstance(value, list):
-        return tuple(_as_tuples(item) for item in value)
-    if isinstance(value, dict):
-        return {key: _as_tuples(item) for key, item in value.items()}
-    return value
-
-
 def _table_in_words(key: str, hint: Any) -> str:
     if _is_list(key):
         return f"a list of tables ([[{key}]])"
-    return f"a table ([{key}])" if hint == Table else _in_words(hint)
-
-
-def _in_words(hint: Any) -> str:
-    """What a type allows, as one writes it in TOML."""
-    origin, parts = get_origin(hint), get_args(hint)
-    if origin in (Union, UnionType):
-        return " or ".join(dict.fromkeys(_in_words(part) for part in parts if part is not NoneType))
-    if origin is Literal:
-        return " or ".join(map(_in_toml, parts))
-    if origin is tuple:
-        size = "" if parts[-1] is Ellipsis else f" of {len(parts)}"
-        return f"a list{size} in brackets, each {_in_words(parts[0])}"
-    words = {bool: "true or false", int: "a whole number", float: "a number", str: "a text in quotes"}
-    return words.get(hint, "a table")
-
-
-def _in_toml(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)
+    return f"a table ([{key}])" if hint == Table else in_words(hint)

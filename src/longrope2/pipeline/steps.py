@@ -24,6 +24,7 @@ from longrope2.export.verify import FAILED, WRONG, findings
 from longrope2.figures import length_label
 from longrope2.files import write_json, write_text
 from longrope2.models import ModelInfo, load, load_tokenizer, rescale_model, weights_fingerprint
+from longrope2.options import identity
 from longrope2.pipeline.recipe import RECALL, ExportOptions, Recipe, VerifyOptions
 from longrope2.report.gather import gather
 from longrope2.report.run import write_report
@@ -124,20 +125,18 @@ def make_steps(setting: Setting, present: Container[str]) -> list[Step]:
 
 def recipe_search(recipe: Recipe) -> SearchConfig:
     """The configuration of the table [search]."""
-    values = {name: value for name, value in recipe.search.items() if name != "tensor_parallel"}
-    return search_config(target_length=recipe.target_length, **values)
+    return search_config(target_length=recipe.target_length, **recipe.search)
 
 
 def _search_step(setting: Setting) -> Step:
     config = recipe_search(setting.recipe)
 
     def work() -> None:
-        tensor_parallel = setting.recipe.search.get("tensor_parallel", 1)
-        with world(group_size=tensor_parallel) as here:
-            loaded = load(setting.info, device=here.device(), tensor_parallel=tensor_parallel)
+        with world(group_size=config.tensor_parallel) as here:
+            loaded = load(setting.info, device=here.device(), tensor_parallel=config.tensor_parallel)
             search(loaded, config, setting.folder / "search", here)
 
-    options = by_content(asdict(config), "books")
+    options = by_content(identity(config), "books")
     outputs = (ledger.FACTORS, ledger.SEARCH)
     return Step(name="search", needs=(), options=options, outputs=outputs, work=work, together=True)
 

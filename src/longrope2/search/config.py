@@ -1,30 +1,57 @@
 """What decides a search besides the model, and what of it is refused."""
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from longrope2.errors import LongRopeError, all_problems, out_of_range, unknown_choices
+from longrope2.errors import LongRopeError, all_problems
 from longrope2.methods import longrope_temperature, rescale
 from longrope2.needles import MOST_DOCUMENTS, depth_problems
-from longrope2.perplexity import Objective
+from longrope2.options import Length, broken_limits, build, option, wrong_types
 from longrope2.rope import RopeSpec
-from longrope2.search.evolution import EvolutionConfig
-from longrope2.search.space import Bounds
 
 Temperature = Literal["released", "searched"]
 """`released`: √(1 + ln s/ln L_train), which the released longrope models are run with; `searched`: a gene."""
+Mode = Literal["statistical", "exact", "off"]
 SPREAD = (0.0, 0.5, 0.25, 0.75)
 """Depths of the wide space's needles, in this order, so that a few documents are already spread."""
-RANGES = {
-    "documents": (1, MOST_DOCUMENTS // 2),
-    "held_out": (0, MOST_DOCUMENTS // 2),
-    "lower": (0.01, 1000.0),
-    "upper": (0.01, 1000.0),
-    "grid": (1e-6, 0.25),
-}
-"""What may be searched: far more than is sensible, and nothing that overflows."""
-ATTENTION_FACTORS = (0.01, 100.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """What a user may say about the space, whatever the model."""
+
+    target_length: Length = option(help="Window to reach, e.g. 128k.", recipe=False)
+    method: Literal["longrope2", "longrope"] = option(
+        "longrope2", "longrope: the first version (all dimensions from 1 to 1.25 s, plain perplexity)."
+    )
+    dimensions: Literal["critical", "all"] = option("critical", "Search from d_rcd on, or every dimension.")
+    lower: float = option(1.0, "Least right-hand factor, in extension ratios.", least=0.01, most=1000)
+    upper: float = option(2.0, "Largest right-hand factor, in extension ratios.", least=0.01, most=1000)
+    grid: float = option(0.01, "Step between factors.", least=1e-6, most=0.25)
+    mutation_probability: float = option(0.3, "That a mutation changes a factor.", above=0, most=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvolutionConfig:
+    """The schedule. The paper's is 40 iterations of the algorithm `evolution` without racing."""
+
+    algorithm: Literal["surrogate", "evolution"] = option(
+        "surrogate", "surrogate: a model of the scores so far picks among many children; evolution: the paper's."
+    )
+    population: int = option(64, "Candidates to begin with.", least=1)
+    iterations: int = option(8, "Rounds of mutation and crossover; the paper's search has 40.", least=0)
+    parents: int = option(32, "Best candidates that the next ones are made from.", least=1)
+    mutations: int = option(4, "New candidates by mutation, an iteration.", least=0)
+    crossovers: int = option(4, "New candidates by crossover, an iteration.", least=0)
+    race: Mode = option("statistical", "When to stop scoring a candidate; off is the paper's schedule.")
+    race_confidence: float = option(
+        -0.5,
+        "Standard errors granted to a candidate before it is stopped; more is safer, slower.",
+        least=-1000,
+        most=1000,
+    )
+    seed: int = option(0, "The same seed gives the same result.", least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,25 +61,39 @@ class SearchConfig(Bounds):
     What is None follows from the method and the space; `__post_init__` fills it in.
     """
 
-    documents: int = 10
-    held_out: int | None = None
-    """Other documents, on which the winner is chosen and compared with every closed form; None: as many as searched."""
-    books: str | None = None
-    """Where books come from; None means the package's held-out ones."""
-    depth: float | tuple[float, ...] | None = None
-    """Where the needle stands: 0 is the start. Several are taken in turn, document by document. None: 0, as in the
-    paper; spread over the document in the wide space."""
-    objective: Objective | None = None
-    """None: needle; plain for longrope, which is defined so."""
-    space: Literal["paper", "wide"] = "paper"
-    attention_factor: float | Temperature | None = None
-    """None: 1 in the paper's space, which names none; searched in the wide one; released for longrope."""
-    staged: bool | None = None
-    """Search at twice the window first, and carry what was found from length to length, doubling up to the target.
-    None: in the wide space."""
-    compiled: bool = False
-    """Fuse what stands between matrix products: for long searches on a GPU."""
-    evolution: EvolutionConfig = field(default_factory=EvolutionConfig)
+    space: Literal["paper", "wide"] = option(
+        "paper", "The paper's, or also temperature and left shape, starting from every closed form."
+    )
+    attention_factor: float | Temperature | None = option(
+        None,
+        "Temperature of long sequences: a number; released, √(1 + ln s/ln L), as the released models have it; or "
+        "searched.",
+        usual="1; searched in the wide space; released for --method longrope",
+        metavar="A",
+        least=0.01,
+        most=100,
+    )
+    objective: Literal["needle", "plain"] | None = option(
+        None, "Score the answer, or every token.", usual="needle; plain for --method longrope"
+    )
+    depth: float | tuple[float, ...] | None = option(
+        None,
+        "Where the needle stands: 0 start, 1 end; of several, a document each, in turn.",
+        usual="0; 0,0.5,0.25,0.75 in the wide space",
+    )
+    documents: int = option(10, "Needle documents, a book each.", least=1, most=MOST_DOCUMENTS // 2)
+    held_out: int | None = option(
+        None, "Other documents, to choose the winner on.", usual="as many", least=0, most=MOST_DOCUMENTS // 2
+    )
+    books: str | None = option(None, "Folder, file or hub dataset.", usual="the package's books", metavar="SOURCE")
+    staged: bool | None = option(
+        None,
+        "Search at twice the window first, then at four times it, and so on.",
+        usual="in the wide space",
+    )
+    evolution: EvolutionConfig = option(EvolutionConfig)
+    compiled: bool = option(False, "Compile the model: for long searches on a GPU.", flag="--compile")
+    tensor_parallel: int = option(1, "GPUs that share one copy of the model.", least=1, elastic=True)
 
     def __post_init__(self) -> None:
         """Fill in what is None, and make one depth one depth: a journal is known by its settings."""
@@ -100,19 +141,20 @@ class SearchConfig(Bounds):
         return self.attention_factor
 
     def problems(self) -> list[str]:
-        """What is wrong with it, in words."""
-        found = self.evolution.problems() + unknown_choices(self) + out_of_range(self, **RANGES)
-        found += self._temperature_problems()
+        """Problems with this configuration, one message each."""
+        if wrong := wrong_types(self):
+            return wrong
+        found = broken_limits(self)
         assert self.held_out is not None
         counts = {} if self.objective == "plain" else {"documents": self.documents, "held_out": self.held_out}
         found += depth_problems(self.depths, **counts)
-        if not 0 < self.mutation_probability <= 1:
-            found.append(f"mutation_probability must lie in (0, 1], got {self.mutation_probability}")
+        if self.evolution.iterations and self.evolution.mutations + self.evolution.crossovers == 0:
+            found.append("an iteration needs mutations or crossovers")
         if self.lower > self.upper:
             found.append(f"lower must not be above upper, got {self.lower} and {self.upper}")
         if self.method == "longrope" and (self.space, self.objective) != ("paper", "plain"):
             found.append("method longrope is defined with objective plain and space paper")
-        if self.method == "longrope" and (self.lower, self.upper) != (SearchConfig.lower, SearchConfig.upper):
+        if self.method == "longrope" and (self.lower, self.upper) != (Bounds.lower, Bounds.upper):
             found.append("method longrope has bounds of its own, 1 and 1.25 s; leave lower and upper out")
         if self.method == "longrope" and self.staged:
             found.append("method longrope begins at closed forms of the target length; staged goes with the spaces")
@@ -122,25 +164,17 @@ class SearchConfig(Bounds):
             found.append("space wide shapes the left side itself; dimensions all goes with space paper")
         return found
 
-    def _temperature_problems(self) -> list[str]:
-        low, high = ATTENTION_FACTORS
-        value = self.attention_factor
-        if value in ("released", "searched") or (isinstance(value, int | float) and low <= value <= high):
-            return []
-        return [f"attention_factor must lie from {low:g} to {high:g}, or be 'released' or 'searched', got {value}"]
-
 
 def check(config: SearchConfig, spec: RopeSpec) -> None:
     """Refuse what cannot be searched."""
-    problems = config.problems()
+    found = config.problems()
     if spec.original_length <= 2 * math.pi:  # where NTK, and with it a first population, is not defined
-        problems.append(f"the original length must be at least 7 tokens, got {spec.original_length}")
-    if problems:
-        raise LongRopeError(all_problems("search configuration", problems), hint="see `longrope2 search --help`")
+        found.append(f"the original length must be at least 7 tokens, got {spec.original_length}")
+    if found:
+        raise LongRopeError(all_problems("search configuration", found), hint="see `longrope2 search --help`")
     rescale("none", spec, config.target_length)  # refuses a target within the window
 
 
 def search_config(**options: Any) -> SearchConfig:
     """A configuration from options of the search and of its schedule, as command line and recipes give them."""
-    schedule = {f.name: options.pop(f.name) for f in fields(EvolutionConfig) if f.name in options}
-    return SearchConfig(evolution=EvolutionConfig(**schedule), **options)
+    return build(SearchConfig, "search options", options)

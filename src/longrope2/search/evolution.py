@@ -2,12 +2,11 @@
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
-from longrope2.errors import below_minimum, out_of_range, unknown_choices
-from longrope2.search.racing import Mode, Race, Scores, Task
+from longrope2.search.config import EvolutionConfig
+from longrope2.search.racing import Race, Scores, Task
 from longrope2.search.space import Genome, SearchSpace
 from longrope2.search.surrogate import Surrogate
 
@@ -19,29 +18,6 @@ DRAWN = 0.75
 """The share of a first population that is drawn; the rest are mutations of these."""
 PROPOSALS = 10
 """Children proposed for each that the surrogate chooses."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvolutionConfig:
-    """The schedule. The paper's is 40 iterations of the algorithm `evolution` without racing."""
-
-    algorithm: Literal["surrogate", "evolution"] = "surrogate"
-    """`surrogate`: of ten times as many children, those that a model of all scores so far thinks best."""
-    population: int = 64
-    iterations: int = 8
-    parents: int = 32
-    mutations: int = 4
-    crossovers: int = 4
-    race: Mode = "statistical"
-    race_confidence: float = -0.5
-    seed: int = 0
-
-    def problems(self) -> list[str]:
-        """What is wrong with it, in words."""
-        found = below_minimum(self, population=1, iterations=0, parents=1, mutations=0, crossovers=0, seed=0)
-        if self.iterations and self.mutations + self.crossovers == 0:
-            found.append("an iteration needs mutations or crossovers")
-        return found + unknown_choices(self) + out_of_range(self, race_confidence=(-1000.0, 1000.0))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,9 +16,9 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Literal
 
-Mode = Literal["off", "exact", "statistical"]
+from longrope2.search.config import Mode
+
 Task = tuple[str, int]
 """A candidate's key and a document's index."""
 

@@ -21,7 +21,7 @@ from longrope2.methods import METHODS
 from longrope2.models import LoadedModel, describe, load, rescale_model, weights_fingerprint
 from longrope2.needles import NeedleDocument, PlainDocument, documents_digest, make_needles, make_plain
 from longrope2.perplexity import Score, Scorer, scoring, total
-from longrope2.search.config import SearchConfig, check, search_config
+from longrope2.search.config import Bounds, SearchConfig, check, search_config
 from longrope2.search.evolution import Outcome, evolve
 from longrope2.search.journal import Journal
 from longrope2.search.progress import Reporter
@@ -35,7 +35,7 @@ from longrope2.search.record import (
     show_record,
     write_record,
 )
-from longrope2.search.space import Bounds, Genome, SearchSpace
+from longrope2.search.space import Genome, SearchSpace
 
 HISTORY = "history.jsonl"
 CLOSED_FORMS = tuple(name for name in METHODS if name != "longrope2")
@@ -228,7 +228,6 @@ def run_search(
     *,
     original_length: int | None,
     extend_again: bool,
-    tensor_parallel: int,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -237,10 +236,10 @@ def run_search(
     info = describe(model, original_length=original_length)
     info.refuse_rescaled(extend_again=extend_again)
     check(config, info.rope)  # before an 8B model is loaded for nothing
-    with world(group_size=tensor_parallel) as here:
+    with world(group_size=config.tensor_parallel) as here:
         if here.is_main:
             check_output(output)
-        loaded = load(info, device=here.device(), tensor_parallel=tensor_parallel)
+        loaded = load(info, device=here.device(), tensor_parallel=config.tensor_parallel)
         factors = search(loaded, config, output, here)
         if here.is_main:
             show_record(output, factors, as_json=as_json)
@@ -288,7 +287,7 @@ def _header(loaded: LoadedModel, config: SearchConfig, documents: Sequence[Docum
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
         "documents": documents_digest(documents),
         "stages": config.stages(loaded.info.rope),
-        "config": asdict(config),
+        "config": {name: value for name, value in asdict(config).items() if name != "tensor_parallel"},
     }
 
 

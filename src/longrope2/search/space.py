@@ -17,6 +17,7 @@ import numpy as np
 from longrope2.factors import RescaleFactors
 from longrope2.methods import METHODS, ntk_below, rescale, yarn_temperature
 from longrope2.rope import RopeSpec
+from longrope2.search.config import Bounds
 
 Shape = Literal["ntk", "ramp", "power", "given"]
 STRETCHES = (0.005, 0.2)
@@ -74,23 +75,6 @@ class Genome:
         """What `to_json` gave."""
         fields: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
         return cls(**fields)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bounds:
-    """What a user may say of the space, whatever the model."""
-
-    target_length: int
-    dimensions: Literal["critical", "all"] = "critical"
-    """`critical`: the left follows from the right; `all`: left factors are searched one by one as well."""
-    method: Literal["longrope2", "longrope"] = "longrope2"
-    """`longrope` is the first version: no critical dimension, all factors free from 1 to 1.25 s."""
-    lower: float = 1.0
-    """Right factors are at least this many s …"""
-    upper: float = 2.0
-    """… and at most this many."""
-    grid: float = 0.01
-    mutation_probability: float = 0.3
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,226 @@
+"""Options, stated once: a field of a config class holds an option's name, type, default, limits and help.
+
+The command line, the tables of a recipe, the Python functions and the reference derive from these fields. A config
+class is a frozen dataclass in a module that imports nothing heavy, so that `--help` answers at once.
+"""
+
+import difflib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from longrope2.errors import LongRopeError, all_problems
+
+Length = Annotated[int, "tokens"]
+"""A number of tokens, which the command line also takes as 32k or 1M."""
+_OPTION = "option"
+Config = TypeVar("Config")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """What there is to say about an option besides its name, type and default."""
+
+    help: str
+    usual: str | None = None
+    """The default in words, where its value does not say it."""
+    flag: str | None = None
+    """Its name on the command line, where that is not the field's name."""
+    metavar: str | None = None
+    repeated: bool = False
+    """A list that the command line takes item by item."""
+    least: float | None = None
+    most: float | None = None
+    above: float | None = None
+    """A limit that is not allowed itself."""
+    command: bool = True
+    """Whether the command line has it."""
+    recipe: bool = True
+    """Whether a recipe's table has it; the others follow from the recipe as a whole."""
+    elastic: bool = False
+    """Whether it may change when a job goes on, since it does not change the result."""
+
+    def limits(self, value: float) -> str | None:
+        """Which limit a number breaks, in words; None if it breaks none."""
+        if self.least is not None and self.most is not None and not self.least <= value <= self.most:
+            return f"must lie from {self.least:g} to {self.most:.10g}"
+        if self.least is not None and not value >= self.least:
+            return f"must be at least {self.least:g}"
+        if self.above is not None and self.most is not None and not self.above < value <= self.most:
+            return f"must lie in ({self.above:g}, {self.most:g}]"
+        if self.above is not None and not value > self.above:
+            return f"must be above {self.above:g}"
+        if self.most is not None and not value <= self.most:
+            return f"must be at most {self.most:.10g}"
+        return None
+
+
+def option(default: Any = MISSING, help: str = "", **facts: Any) -> Any:
+    """A field that is an option; without a default it must be given. A config class as default: its options, too."""
+    metadata = {_OPTION: Option(help=help, **facts)}
+    if isinstance(default, type):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Stated:
+    """An option of a config class."""
+
+    name: str
+    hint: Any
+    """Its type, with what `Annotated` adds."""
+    default: Any
+    """MISSING where it must be given."""
+    option: Option
+
+    @property
+    def flag(self) -> str:
+        """Its name on the command line."""
+        return self.option.flag or "--" + self.name.replace("_", "-")
+
+
+def stated(kind: type) -> Iterator[Stated]:
+    """The options of a config class, in order; those of a config class inside it stand in its place."""
+    for entry, hint in _options(kind):
+        if is_dataclass(hint):
+            yield from stated(hint)  # type: ignore[arg-type]
+        else:
+            yield _stated(entry, hint)
+
+
+def wrong_types(config: Any) -> list[str]:
+    """Every option of a config whose value is not of its type, in words."""
+    return [
+        f"{entry.name} must be {in_words(entry.hint)}, got {in_toml(value)}"
+        for entry, value in _values(config)
+        if not conforms(value, entry.hint)
+    ]
+
+
+def broken_limits(config: Any) -> list[str]:
+    """Every option of a config that breaks a limit, in words; all have the right type."""
+    found = []
+    for entry, value in _values(config):
+        numbers = [number for number in (value if isinstance(value, tuple) else [value]) if _is_number(number)]
+        broken = next(filter(None, map(entry.option.limits, numbers)), None)
+        found += [f"{entry.name} {broken}, got {in_toml(value)}"] if broken else []
+    return found
+
+
+def identity(config: Any) -> dict[str, Any]:
+    """What decides the result: every option by name but the elastic ones."""
+    return {entry.name: value for entry, value in _values(config) if not entry.option.elastic}
+
+
+def build(kind: type[Config], subject: str, values: Mapping[str, Any]) -> Config:
+    """A config from plain values, as command line, recipes and Python give them; refuses unknown names.
+
+    A list stands for a tuple, a path for its text. Types and limits are the config's own to check.
+    """
+    known = {entry.name: entry for entry in stated(kind)}
+    wrong = [unknown(name, known) for name in values if name not in known]
+    missing = [name for name, entry in known.items() if entry.default is MISSING and name not in values]
+    wrong += [f"{name} is missing" for name in missing]
+    if wrong:
+        raise LongRopeError(all_problems(subject, wrong), hint=f"there are {', '.join(known)}")
+    return _built(kind, values)
+
+
+def _built(kind: Any, values: Mapping[str, Any]) -> Any:
+    given = {}
+    for entry, hint in _options(kind):
+        if is_dataclass(hint):
+            given[entry.name] = _built(hint, values)
+        elif entry.name in values:
+            given[entry.name] = plain(values[entry.name])
+    return kind(**given)
+
+
+def plain(value: Any) -> Any:
+    """Lists as tuples, paths as text."""
+    if isinstance(value, list | tuple):
+        return tuple(plain(item) for item in value)
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return str(value) if isinstance(value, Path) else value
+
+
+def unknown(name: str, known: Mapping[str, Any]) -> str:
+    """What to say of a name that nothing has."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"unknown key {name!r}" + (f", did you mean {near[0]!r}?" if near else "")
+
+
+def conforms(value: Any, hint: Any) -> bool:
+    """Whether a value is what a field is declared to hold."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return True
+    if origin is Annotated:
+        return conforms(value, parts[0])
+    if origin in (Union, UnionType):
+        return any(conforms(value, part) for part in parts)
+    if origin is Literal:
+        return value in parts
+    if origin is tuple:
+        if not isinstance(value, tuple):
+            return False
+        if parts[-1] is Ellipsis:
+            return all(conforms(item, parts[0]) for item in value)
+        return len(value) == len(parts) and all(map(conforms, value, parts))
+    if origin is dict:
+        return isinstance(value, dict)
+    if hint in (float, int):
+        # True is an int in Python, but not here; a whole number may stand for a real one, and NaN for none.
+        kinds = (int, float) if hint is float else int
+        return isinstance(value, kinds) and not isinstance(value, bool) and -math.inf < value < math.inf
+    return value is None if hint is NoneType else isinstance(value, hint)
+
+
+def in_words(hint: Any) -> str:
+    """What a type allows, as one writes it in TOML."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return in_words(parts[0])
+    if origin in (Union, UnionType):
+        return " or ".join(dict.fromkeys(in_words(part) for part in parts if part is not NoneType))
+    if origin is Literal:
+        return " or ".join(map(in_toml, parts))
+    if origin is tuple:
+        size = "" if parts[-1] is Ellipsis else f" of {len(parts)}"
+        return f"a list{size} in brackets, each {in_words(parts[0])}"
+    words = {bool: "true or false", int: "a whole number", float: "a number", str: "a text in quotes"}
+    return words.get(hint, "a table")
+
+
+def in_toml(value: Any) -> str:
+    """A value as one writes it in TOML."""
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _values(config: Any) -> Iterator[tuple[Stated, Any]]:
+    """The options of a config with their values; those of a config inside it stand in its place."""
+    for entry, hint in _options(type(config)):
+        value = getattr(config, entry.name)
+        if is_dataclass(hint):
+            yield from _values(value)
+        else:
+            yield _stated(entry, hint), value
+
+
+def _options(kind: Any) -> list[tuple[Field[Any], Any]]:
+    hints = get_type_hints(kind, include_extras=True)
+    return [(entry, hints[entry.name]) for entry in fields(kind) if _OPTION in entry.metadata]
+
+
+def _stated(entry: Field[Any], hint: Any) -> Stated:
+    return Stated(entry.name, hint, entry.default, entry.metadata[_OPTION])
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

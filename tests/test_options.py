@@ -1,0 +1,130 @@
+"""An option is stated once: in a config class, from which command line, recipes and Python have it."""
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from click.testing import CliRunner
+
+from longrope2.cli import options_of
+from longrope2.errors import LongRopeError
+from longrope2.options import Length, broken_limits, build, identity, option, stated, wrong_types
+
+ADDED = """
+import dataclasses, sys
+from click.testing import CliRunner
+from longrope2.options import option
+import longrope2.search.config as stage
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SearchConfig(stage.SearchConfig):
+    sparkle: int = option(3, "How much it sparkles.", least=1)
+
+stage.SearchConfig = SearchConfig  # as if the line stood in that file
+
+from longrope2.cli import cli
+from longrope2.pipeline.recipe import read_recipe
+from longrope2 import search_factors
+from longrope2.errors import LongRopeError
+
+help = CliRunner().invoke(cli, ["search", "--help"]).output
+assert "--sparkle INTEGER" in help and "How much it sparkles. [default: 3]" in " ".join(help.split()), help
+recipe = sys.argv[1]
+with open(recipe, "w") as file:
+    file.write('model = "tiny"\\ntarget_length = 512\\n[search]\\nsparkle = 5\\n')
+assert read_recipe(recipe).search == {"sparkle": 5}
+with open(recipe, "w") as file:
+    file.write('model = "tiny"\\ntarget_length = 512\\n[search]\\nsparkle = "much"\\n')
+try:
+    read_recipe(recipe)
+except LongRopeError as error:
+    assert 'search: sparkle must be a whole number, got "much"' in str(error), error
+else:
+    raise AssertionError("taken")
+try:
+    search_factors("tiny", 512, sparkle=0)
+except LongRopeError as error:
+    assert "sparkle must be at least 1, got 0" in str(error), error
+else:
+    raise AssertionError("taken")
+assert stage.search_config(target_length=512, sparkle=7).sparkle == 7
+"""
+
+
+def test_an_option_added_in_one_line_is_in_help_recipe_and_python(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", ADDED, str(tmp_path / "recipe.toml")], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inner:
+    rounds: int = option(2, "Rounds.", least=1)
+    share: float = option(0.5, "Share.", above=0, most=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer:
+    length: Length = option(help="Tokens.")
+    word: Literal["a", "b"] | None = option(None, "A word.", usual="a")
+    warmth: float | Literal["searched"] = option(1.0, "Warmth.", least=0, most=2)
+    depths: tuple[float, ...] = option((), "Depths.", least=0, most=1)
+    names: tuple[str, ...] = option((), "Names.", flag="--name", repeated=True)
+    switch: bool | None = option(None, "Or not.")
+    quick: bool = option(False, "Quick.", elastic=True)
+    inner: Inner = option(Inner)
+
+
+def test_configs_inside_a_config_are_flat_from_outside():
+    made = build(Outer, "outer", {"length": 8, "rounds": 3, "depths": [0.5], "names": [Path("x")]})
+    assert made == Outer(length=8, depths=(0.5,), names=("x",), inner=Inner(rounds=3))
+    assert [entry.name for entry in stated(Outer)][-2:] == ["rounds", "share"]
+    assert identity(made) == {
+        "length": 8, "word": None, "warmth": 1.0, "depths": (0.5,), "names": ("x",), "switch": None, "rounds": 3,
+        "share": 0.5,
+    }  # fmt: skip
+
+
+def test_every_wrong_name_type_and_limit_is_named():
+    with pytest.raises(LongRopeError) as caught:
+        build(Outer, "outer", {"round": 3, "speed": 1})
+    assert "unknown key 'round', did you mean 'rounds'?" in caught.value.message
+    assert "unknown key 'speed'" in caught.value.message
+    assert "length is missing" in caught.value.message
+    wrong = Outer(length=True, word="c", warmth="hot", depths=(0.5, "x"), inner=Inner(rounds=1.5, share=float("nan")))
+    assert wrong_types(wrong) == [
+        "length must be a whole number, got true",
+        'word must be "a" or "b", got "c"',
+        'warmth must be a number or "searched", got "hot"',
+        'depths must be a list in brackets, each a number, got [0.5, "x"]',
+        "rounds must be a whole number, got 1.5",
+        "share must be a number, got NaN",
+    ]
+    outside = Outer(length=8, warmth=3.0, depths=(0.5, 2.0), inner=Inner(rounds=0, share=0.0))
+    assert wrong_types(outside) == []
+    assert broken_limits(outside) == [
+        "warmth must lie from 0 to 2, got 3.0",
+        "depths must lie from 0 to 1, got [0.5, 2.0]",
+        "rounds must be at least 1, got 0",
+        "share must lie in (0, 1], got 0.0",
+    ]
+
+
+def test_the_command_line_parses_every_type():
+    import click
+
+    found = {}
+    command = click.command()(options_of(Outer, "share")(lambda **values: found.update(values)))
+    given = "--length 8k --word b --warmth searched --depths 0,0.5 --name x --name y --no-switch --quick --rounds 4"
+    result = CliRunner().invoke(command, given.split())
+    assert result.exit_code == 0, result.output
+    assert found == {
+        "length": 8192, "word": "b", "warmth": "searched", "depths": [0.0, 0.5], "names": ("x", "y"), "switch": False,
+        "quick": True, "rounds": 4,
+    }  # fmt: skip
+    for wrong in (["--length", "x"], ["--length", "8", "--word", "c"], ["--length", "8", "--warmth", "hot"], []):
+        assert CliRunner().invoke(command, wrong).exit_code == 2
