@@ -25,7 +25,7 @@ test: $(READY)
 
 # The second tier: what takes minutes.
 test-all: test
-	$(BIN)/python -m pytest $(PARALLEL) -m 'slow and not gpu and not network'
+	$(BIN)/python -m pytest $(PARALLEL) -m 'slow and not gpu and not network' -o faulthandler_timeout=1500
 
 lint: $(READY)
 	$(BIN)/ruff check .

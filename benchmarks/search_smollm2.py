@@ -25,7 +25,7 @@ from longrope2.models import LoadedModel, load
 from longrope2.needles import make_needles
 from longrope2.perplexity import scoring
 from longrope2.search.config import search_config
-from longrope2.search.record import RECORD, measurement, search_result
+from longrope2.search.record import RECORD, measurement
 from longrope2.search.run import CLOSED_FORMS, search
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -63,7 +63,7 @@ class Test:
             for part, documents in self.documents.items():
                 scores = [scorer(factors, [document])[0] for document in documents]
                 nll = [round(score.nll / score.num_tokens, 5) for score in scores]
-                found[part] = {**measurement(scores), "nll": nll}
+                found[part] = {**vars(measurement(scores)), "nll": nll}
         return found
 
 
@@ -94,9 +94,9 @@ def main() -> None:
                     target_length=length, books=options.books, seed=seed, **{**VARIANTS[variant], **options.schedule}
                 )
                 with world() as here:
-                    factors = search(loaded, config, folder, here, compare_with=())
-                rows.append((variant, seed, factors, search_result(folder)))
-                print(f"{variant} {text} seed {seed}: {rows[-1][3]['seconds']:.0f} s", file=sys.stderr, flush=True)
+                    factors, record = search(loaded, config, folder, here, compare_with=())
+                rows.append((variant, seed, factors, record.to_json()))
+                print(f"{variant} {text} seed {seed}: {record.seconds:.0f} s", file=sys.stderr, flush=True)
         test = Test(loaded, length, options.test_books, options.test) if options.test else None
         rows += [(name, None, rescale(name, loaded.info.rope, length), None) for name in CLOSED_FORMS if test]
         others = [(path.stem, None, RescaleFactors.load(path), None) for path in options.factors]

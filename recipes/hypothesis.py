@@ -28,7 +28,8 @@ from longrope2.memory import keep_freed_memory
 from longrope2.models import LoadedModel, describe, load
 from longrope2.needles import make_needles
 from longrope2.perplexity import scoring
-from longrope2.search.record import HELD_OUT, IN_SAMPLE, SEARCHED, search_result
+from longrope2.records import SearchRecord
+from longrope2.search.record import HELD_OUT, IN_SAMPLE, RECORD, SEARCHED
 
 SEED = 7  # of the documents, which are the same for every model with the same tokenizer
 
@@ -79,7 +80,7 @@ def searches(model: str, name: str, options: argparse.Namespace) -> list[dict[st
             upper=max(options.ratios),
             seed=seed,
         )
-        scores = {(row["method"], row["part"]): row["perplexity"] for row in search_result(folder)["scores"]}
+        scores = {(row.method, row.part): row.perplexity for row in SearchRecord.load(folder / RECORD).scores}
         found.append(
             {
                 "seed": seed,

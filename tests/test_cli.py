@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 
 import click
 import pytest
@@ -43,9 +42,11 @@ def test_help_is_fast_and_imports_no_torch():
     run("--help")  # compile the bytecode first
     seconds = []
     for _ in range(3):
-        start = time.perf_counter()
+        before = os.times()
         result = run("--help")
-        seconds.append(time.perf_counter() - start)
+        after = os.times()
+        # Of the processor, which other work on the machine does not take.
+        seconds.append(sum(after[2:4]) - sum(before[2:4]))
     assert result.returncode == 0
     assert "inspect" in result.stdout
     assert min(seconds) < 0.5

@@ -55,7 +55,7 @@ def search_factors(
         if output is not None and here.is_main:
             check_output(Path(output))
         loaded = load_model(info, device=here.device(), tensor_parallel=config.tensor_parallel)
-        return search(loaded, config, _path(output), here)
+        return search(loaded, config, _path(output), here).factors
 
 
 def train(

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from longrope2 import __version__
 from longrope2.books import read_books
-from longrope2.console import ProgressLine, say, warn
+from longrope2.console import ProgressLine, say, show_json, warn
 from longrope2.distributed import World, world
 from longrope2.errors import LongRopeError
 from longrope2.factors import RescaleFactors
@@ -21,6 +21,7 @@ from longrope2.methods import METHODS
 from longrope2.models import LoadedModel, describe, load, rescale_model, weights_fingerprint
 from longrope2.needles import NeedleDocument, PlainDocument, documents_digest, make_needles, make_plain
 from longrope2.perplexity import Score, Scorer, scoring, total
+from longrope2.records import FinalistScore, SearchRecord, SearchScore, WindowScore
 from longrope2.search.config import Bounds, SearchConfig, check, search_config
 from longrope2.search.evolution import Outcome, evolve
 from longrope2.search.journal import Journal
@@ -30,10 +31,10 @@ from longrope2.search.record import (
     IN_SAMPLE,
     RECORD,
     SEARCHED,
+    iterations,
     measurement,
-    outcome_record,
-    show_record,
-    write_record,
+    show_search,
+    write_search,
 )
 from longrope2.search.space import Genome, SearchSpace
 
@@ -48,6 +49,13 @@ FAILING_NLL = 1.0
 Document = NeedleDocument | PlainDocument
 Evaluate = Callable[[Sequence[tuple[Genome, int]]], list[Score]]
 """Scores of (genome, index of a document) tasks."""
+
+
+class Searched(NamedTuple):
+    """What a search found, and its record."""
+
+    factors: RescaleFactors
+    record: SearchRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +82,7 @@ def search(
     here: World,
     *,
     compare_with: Sequence[str] = CLOSED_FORMS,
-) -> RescaleFactors:
+) -> Searched:
     """Run or resume a search; writes into `output`, on the main process, unless it is None."""
     check(config, loaded.info.rope)
     # Within its window the model goes on as it does now, also where it was rescaled before.
@@ -126,34 +134,37 @@ def search(
     versions = package_versions("torch", "transformers")
     identity = {name: header[name] for name in ("model", "revision", "weights", "config")}
     factors = last.space.rescale_factors(winner, {**identity, "versions": versions})
+    measured = [(SEARCHED, winner, IN_SAMPLE, last.documents), (SEARCHED, winner, HELD_OUT, held_out)]
+    part = HELD_OUT if held_out else IN_SAMPLE
+    measured += [(name, genome, part, measured_on) for name, genome in forms.items()]
+    ends = [outcome.history[-1] for outcome in outcomes]
+    record = SearchRecord(
+        **{name: value for name, value in header.items() if name != "version"},
+        versions=versions,
+        critical_dimension=winner.critical_dimension or None,
+        best=winner.to_json(),
+        chance=chance,
+        scores=tuple(
+            SearchScore(method=name, part=part, **vars(measurement(scores_of(genome, indices))))
+            for name, genome, part, indices in measured
+            if indices
+        ),
+        finalists=tuple(
+            FinalistScore(genome=genome.to_json(), **vars(measurement(scores_of(genome, measured_on))))
+            for genome in outcomes[-1].finalists()
+        ),
+        own_window=tuple(window),
+        convergence=iterations([(stage.length, stage.tokens) for stage in stages], outcomes),
+        document_evaluations=sum(end.evaluations for end in ends),
+        exhaustive_evaluations=sum(end.exhaustive_evaluations for end in ends),
+        seconds=journal.earlier + time.monotonic() - started,
+        resumed_evaluations=journal.resumed,
+        processes=here.size,
+        device=_device_name(loaded.model.device),
+    )
     if output and here.is_main:
-        measured = [(SEARCHED, winner, IN_SAMPLE, last.documents), (SEARCHED, winner, HELD_OUT, held_out)]
-        part = HELD_OUT if held_out else IN_SAMPLE
-        measured += [(name, genome, part, measured_on) for name, genome in forms.items()]
-        record = {
-            **header,
-            "versions": versions,
-            **outcome_record([(stage.length, stage.tokens) for stage in stages], outcomes),
-            "critical_dimension": winner.critical_dimension or None,
-            "best": winner.to_json(),
-            "chance": chance,
-            "scores": [
-                {"method": name, "part": part, **measurement(scores_of(genome, indices))}
-                for name, genome, part, indices in measured
-                if indices
-            ],
-            "finalists": [
-                {"genome": genome.to_json(), **measurement(scores_of(genome, measured_on))}
-                for genome in outcomes[-1].finalists()
-            ],
-            "own_window": window,
-            "seconds": journal.earlier + time.monotonic() - started,
-            "resumed_evaluations": journal.resumed,
-            "processes": here.size,
-            "device": _device_name(loaded.model.device),
-        }
-        write_record(output, factors, record)
-    return factors
+        write_search(output, factors, record)
+    return Searched(factors, record)
 
 
 def _prepare(
@@ -240,9 +251,9 @@ def run_search(
         if here.is_main:
             check_output(output)
         loaded = load(info, device=here.device(), tensor_parallel=config.tensor_parallel)
-        factors = search(loaded, config, output, here)
+        found = search(loaded, config, output, here)
         if here.is_main:
-            show_record(output, factors, as_json=as_json)
+            show_json(found.record.to_json()) if as_json else show_search(output, *found)
 
 
 def check_output(output: Path) -> None:
@@ -286,7 +297,7 @@ def _header(loaded: LoadedModel, config: SearchConfig, documents: Sequence[Docum
         "weights": weights_fingerprint(loaded.info),
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
         "documents": documents_digest(documents),
-        "stages": config.stages(loaded.info.rope),
+        "stages": tuple(config.stages(loaded.info.rope)),
         "config": {name: value for name, value in asdict(config).items() if name != "tensor_parallel"},
     }
 
@@ -319,7 +330,7 @@ def _chance(documents: Sequence[Document]) -> float | None:
 
 def _try_own_window(
     loaded: LoadedModel, config: SearchConfig, scorer: Scorer, baseline: RescaleFactors, here: World
-) -> list[dict[str, Any]]:
+) -> list[WindowScore]:
     """How well the untouched model does within its own window: what it lacks there no factor can give."""
     if config.objective == "plain":
         return []
@@ -332,11 +343,11 @@ def _try_own_window(
             continue  # a tiny window may be too short for the template
         scores = scorer(baseline, documents)
         found = measurement(scores)
-        results.append({"length": length, **found})
+        results.append(WindowScore(length=length, **vars(found)))
         if not here.is_main:
             continue
         nll = total(scores)
-        exact = f"{found['exact']}/{len(scores)} exact"
+        exact = f"{found.exact}/{len(scores)} exact"
         say(f"within its window, {length:,} tokens: perplexity {nll.perplexity:.3f}, {exact}")
         if nll.nll / nll.num_tokens > FAILING_NLL:
             warn(

@@ -1,0 +1,186 @@
+"""Every file that we write as a typed record: what it holds, how it is saved, loaded and refused. Needs no torch."""
+
+import dataclasses
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar, cast
+
+from longrope2.errors import LongRopeError, all_problems
+from longrope2.files import write_json
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
+AGAIN = "run the same command again: what is damaged is made again"
+Kind = TypeVar("Kind")
+
+
+class RecordError(LongRopeError):
+    """A file is damaged, or is not what it should be."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Record:
+    """A JSON file with a format and a version. Fields are plain values, dataclasses, and tuples and dicts of them."""
+
+    FORMAT: ClassVar[str]
+    VERSION: ClassVar[int] = 1
+
+    def to_json(self) -> dict[str, Any]:
+        """The content of the file."""
+        return {"format": self.FORMAT, "version": self.VERSION, **dataclasses.asdict(self)}
+
+    def save(self, path: Path) -> None:
+        """Write the file, atomically."""
+        write_json(path, self.to_json())
+
+    @classmethod
+    def load(cls, path: Path, *, hint: str = AGAIN) -> Self:
+        """Read the file; FileNotFoundError where there is none, RecordError with every problem where it is damaged."""
+        try:
+            text = path.read_bytes()
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise RecordError(f"{path}: cannot be read ({error.strerror})", hint="check its permissions") from error
+        content = parse(dict[str, Any], text, str(path), hint=hint)
+        found = content.pop("format", None), content.pop("version", None)
+        if found != (cls.FORMAT, cls.VERSION):
+            raise RecordError(
+                f"{path}: format {found[0]!r}, version {found[1]!r}; expected {cls.FORMAT!r}, {cls.VERSION}",
+                hint="another release wrote it: use that one, or another folder",
+            )
+        return parse(cls, content, str(path), hint=hint)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """The perplexity of some documents."""
+
+    perplexity: float | None
+    """Of all answers together; None where it overflows."""
+    low: float | None
+    high: float | None
+    """Its 95% interval over documents; None where one document cannot say."""
+    exact: int
+    """Documents in which the model's first choice was right at every token."""
+    documents: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SearchScore(Measurement):
+    """A method on the documents searched on, or on others."""
+
+    method: str
+    part: Literal["in sample", "held out"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FinalistScore(Measurement):
+    """A finalist on the documents that choose the winner."""
+
+    genome: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WindowScore(Measurement):
+    """The unchanged model inside its own window."""
+
+    length: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SearchIteration:
+    """The best after an iteration; iteration 0 is the first population of a length."""
+
+    length: int
+    iteration: int
+    perplexity: float | None
+    critical_dimension: int
+    evaluations: int
+    exhaustive_evaluations: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SearchRecord(Record):
+    """search.json."""
+
+    FORMAT: ClassVar[str] = "longrope2.search"
+    VERSION: ClassVar[int] = 2
+
+    model: str
+    revision: str
+    weights: str
+    """A fingerprint of them."""
+    dtype: str
+    documents: str
+    """A digest of all documents."""
+    stages: tuple[int, ...]
+    """Lengths, one after another."""
+    config: dict[str, Any]
+    versions: dict[str, str]
+    critical_dimension: int | None
+    best: dict[str, Any]
+    chance: float | None
+    """The perplexity of guessing digits; None without needles."""
+    scores: tuple[SearchScore, ...]
+    finalists: tuple[FinalistScore, ...]
+    own_window: tuple[WindowScore, ...]
+    convergence: tuple[SearchIteration, ...]
+    document_evaluations: int
+    exhaustive_evaluations: int
+    """What the same candidates would have cost without racing."""
+    seconds: float
+    resumed_evaluations: int
+    processes: int
+    device: str
+
+
+def parse(kind: type[Kind], content: bytes | Mapping[str, Any], source: str, *, hint: str = AGAIN) -> Kind:
+    """A typed value from JSON text or from plain values that JSON holds; RecordError names every problem."""
+    from pydantic import ValidationError
+    from pydantic_core import to_json
+
+    text = content if isinstance(content, bytes) else to_json(content)
+    try:
+        found: Kind = _adapter(cast(Any, kind)).validate_json(text)
+    except ValidationError as error:
+        raise RecordError(all_problems(source, _in_words(error)), hint=hint) from error
+    return found
+
+
+def schema(kind: type) -> dict[str, Any]:
+    """The JSON Schema of a record, or of any dataclass of plain values."""
+    found: dict[str, Any] = _adapter(cast(Any, kind)).json_schema()
+    return found
+
+
+@cache
+def _adapter(kind: Any) -> Any:
+    from pydantic import ConfigDict, TypeAdapter
+
+    # JSON has neither NaN nor infinity; 1 is not true, and "1" is not a number.
+    config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    if dataclasses.is_dataclass(kind):
+        setattr(kind, "__pydantic_config__", config)  # noqa: B010
+        return TypeAdapter(kind)
+    return TypeAdapter(kind, config=config)
+
+
+def _in_words(error: "ValidationError") -> list[str]:
+    """Each problem as place, problem and value."""
+    found = []
+    for problem in error.errors(include_url=False, include_context=False):
+        place = ".".join(map(str, problem["loc"]))
+        match problem["type"]:
+            case "missing":
+                found.append(f"{place} is missing")
+            case "unexpected_keyword_argument" | "extra_forbidden":
+                found.append(f"unknown key {place!r}")
+            case "json_invalid":
+                found.append(f"damaged: {problem['msg'][0].lower()}{problem['msg'][1:]}")
+            case _:
+                wanted = problem["msg"].removeprefix("Input should be ")
+                found.append(f"{place or 'the whole'} must be {wanted}, got {str(problem['input'])[:40]!r}")
+    return found
