@@ -2,10 +2,13 @@
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import longrope2
 from longrope2.books import read_books
 from longrope2.data.plan_command import read_config
 from longrope2.evaluation.run import EvaluationConfig
@@ -95,3 +98,56 @@ def test_a_row_is_what_its_folder_holds(recipe, tmp_path, monkeypatch):
     row = json.loads((tmp_path / "base.json").read_text())
     assert [score["task"] for score in row["scores"]] == ["needles", "mmlu"]
     assert row["values"] == {"needles": 1, "mmlu": 1}
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    spec = importlib.util.spec_from_file_location("smollm2_ranks", RECIPE / "ranks.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_factors_to_rank_are_those_that_results_hold(recipe, tmp_path, monkeypatch):
+    blank = longrope2.RescaleFactors(
+        method="none", rotary_dim=64, theta=1e5, original_length=8192, target_length=32768, long=(1.0,) * 32,
+        short=(1.0,) * 32,
+    )  # fmt: skip
+    monkeypatch.setattr(recipe, "rescale", lambda model, method, length, **options: replace(blank, method=method))
+    bench = recipe.Bench(model="m", data=tmp_path, output=tmp_path)
+    bench.__dict__["base"] = "m"
+    made = {
+        name: row.make(bench, row.length, tmp_path) for name, row in recipe.ROWS.items() if row.table == "ranks-32k"
+    }
+    brief = {name: factors for name, factors in made.items() if name.startswith("brief-")}
+    assert len(brief) == 17
+    assert made["set-wide-0"].long_attention_factor > 1.1
+    assert made["set-wide-0-cold"] == replace(made["set-wide-0"], long_attention_factor=1.0)
+    assert made["set-paper-1"].critical_dimension == 20
+    stored = json.loads((RECIPE.parents[1] / "results" / "smollm2" / "rows" / "paper.json").read_text())["factors"]
+    assert brief["brief-paper"] == longrope2.RescaleFactors.from_json(stored)
+    assert {recipe.ROWS[name].steps for name in brief} == {12}
+
+
+def test_a_correlation_is_that_of_data_made_with_it(ranks):
+    rng = np.random.default_rng(1)
+    needles = {str(number): float(value) for number, value in enumerate(rng.permutation(12))}
+    assert ranks.correlation({name: -value for name, value in needles.items()}, needles)["spearman"] == 1
+    assert ranks.correlation(dict(needles), needles)["spearman"] == -1
+    assert ranks.correlation(dict(list(needles.items())[:4]), needles) is None
+    # Unrelated measures are found significant as often as chance has it.
+    unrelated = [
+        ranks.correlation(
+            {name: float(value) for name, value in zip(needles, rng.normal(size=12), strict=True)}, needles
+        )
+        for _ in range(60)
+    ]
+    assert sum(found["p"] < 0.05 for found in unrelated) <= 9
+    assert sum(found["low"] <= 0 <= found["high"] for found in unrelated) >= 45
+
+
+def test_the_published_correlations_are_those_of_the_stored_rows(ranks, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["ranks.py", "-o", str(tmp_path / "ranks.json")])
+    ranks.main()
+    kept = RECIPE.parents[1] / "results" / "smollm2" / "ranks-32k.json"
+    assert json.loads((tmp_path / "ranks.json").read_text()) == json.loads(kept.read_text())

@@ -28,6 +28,7 @@ from longrope2.models import describe, load, load_tokenizer
 from longrope2.training.progress import LOG, read_log
 
 HERE = Path(__file__).parent
+KEPT = HERE.parents[1] / "results"
 K = 1024
 BATCH_ROWS = 4  # 131k tokens a step at 32k
 LEARNING_RATE = 3e-4
@@ -69,6 +70,34 @@ def same_as(row: str, **changes: Any) -> Make:
 
     def make(bench: "Bench", length: int, folder: Path) -> RescaleFactors:
         return replace(bench.factors(row), **changes)
+
+    return make
+
+
+def published(row: str) -> Make:
+    """The factors of a finished row in results/, whatever a search would find today."""
+
+    def make(bench: "Bench", length: int, folder: Path) -> RescaleFactors:
+        content = json.loads((KEPT / "smollm2" / "rows" / f"{row}.json").read_text(encoding="utf-8"))
+        return RescaleFactors.from_json(content["factors"], source=row)
+
+    return make
+
+
+def found(variant: str, seed: int, **changes: Any) -> Make:
+    """What a search in results/ found (benchmarks/search_smollm2.py), but for these changes."""
+
+    def make(bench: "Bench", length: int, folder: Path) -> RescaleFactors:
+        path = KEPT / "search" / "smollm2" / f"search-smollm2-{length // K}k.json"
+        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+        (row,) = (row for row in rows if (row["name"], row["seed"]) == (variant, seed))
+        return replace(
+            rescale(bench.base, "none", length),
+            method="longrope2",
+            long=tuple(row["factors"]),
+            critical_dimension=row["critical_dimension"],
+            **{"long_attention_factor": row["temperature"], **changes},
+        )
 
     return make
 
@@ -129,6 +158,27 @@ ROWS: dict[str, Row] = {
     "tune-1e-4": Row(title="1e-4", learning_rate=1e-4, **TUNING),
     "tune-3e-4": Row(title="3e-4", learning_rate=3e-4, **TUNING),
     "tune-1e-3": Row(title="1e-3", learning_rate=1e-3, **TUNING),
+}
+
+
+COLD = {"long_attention_factor": 1.0}
+SETS: dict[str, tuple[str, Make]] = {  # factors to rank, besides those of finished rows
+    "theory": ("theory: dimension 20, s", closed("longrope2", critical_dimension=20)),
+    "paper-1": ("paper's space, seed 1", found("paper", 1)),
+    "released-0": ("paper's space, released temperature", found("paper-released", 0)),
+    "released-0-cold": ("the same, trained at 1", found("paper-released", 0, **COLD)),
+    "searched-0-cold": ("paper's space, searched temperature, trained at 1", found("paper-searched", 0, **COLD)),
+    "wide-0": ("wide, seed 0", found("wide", 0)),
+    "wide-0-cold": ("wide, seed 0, trained at 1", found("wide", 0, **COLD)),
+}
+FINISHED = ("yarn", "ntk", "longrope", "paper", "wide", "yarn-rcd", "ntk-rcd", "plain", "all", "wide-cold")
+RANKS = {"table": "ranks-32k"}
+BRIEF = {**RANKS, "steps": 12}  # 1.6M tokens: does it predict what 20M give? See ranks.py
+ROWS |= {f"set-{name}": Row(title=title, make=make, steps=153, **RANKS) for name, (title, make) in SETS.items()}
+ROWS |= {f"brief-set-{name}": Row(title=title, make=make, **BRIEF) for name, (title, make) in SETS.items()}
+ROWS |= {
+    f"brief-{name}": Row(title=ROWS[name].title, make=published(name), window=ROWS[name].window, **BRIEF)
+    for name in FINISHED
 }
 
 
