@@ -95,8 +95,9 @@ def searches(model: str, name: str, options: argparse.Namespace) -> list[dict[st
 
 def draw(found: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Needle NLL over d_rcd and the factors from it on, a panel for each model; × is theory, circles are searches."""
-    with figure(path, 1, len(found), (3.6 * len(found) + 0.8, 3.4)) as axes:
-        for axis, content in zip(axes[0], found, strict=True):
+    with figure(path, 1, len(found), (3.6 * len(found) + 0.8, 3.4)) as drawing:
+        axes = drawing.axes[0]
+        for axis, content in zip(axes, found, strict=True):
             cells = {(cell["critical_dimension"], cell["ratio"]): fmean(cell["nll"]) for cell in content["landscape"]}
             dimensions, ratios = (sorted({key[side] for key in cells}) for side in (0, 1))
             rows = [[cells[dimension, ratio] for dimension in dimensions] for ratio in ratios]
@@ -112,8 +113,8 @@ def draw(found: Sequence[Mapping[str, Any]], path: Path) -> None:
             axis.set_xlabel("critical dimension")
             axis.set_title(content["model"])
             axis.grid(visible=False)
-        axes[0][0].set_ylabel("factors from there on")
-        axis.figure.colorbar(image, ax=axis, label="nats per digit")
+        axes[0].set_ylabel("factors from there on")
+        drawing.figure.colorbar(image, ax=axes[-1], label="nats per digit")
 
 
 def main() -> None:

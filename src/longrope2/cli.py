@@ -679,7 +679,7 @@ def report(run: Path, open_page: bool) -> None:
 
     A page that stands for itself, each figure as PNG and its data as CSV beside it.
     """
-    from longrope2.report.run import run_report
+    from longrope2.report.page import run_report
 
     run_report(run, open_page=open_page)
 

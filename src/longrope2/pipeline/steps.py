@@ -27,7 +27,7 @@ from longrope2.models import ModelInfo, load, load_tokenizer, rescale_model, wei
 from longrope2.options import identity
 from longrope2.pipeline.recipe import RECALL, ExportOptions, Recipe, VerifyOptions
 from longrope2.report.gather import gather
-from longrope2.report.run import write_report
+from longrope2.report.page import write_report
 from longrope2.report.summary import summarise
 from longrope2.search.config import SearchConfig, search_config
 from longrope2.search.run import search

@@ -8,7 +8,6 @@ from longrope2 import ledger
 from longrope2.errors import FactorsError, LongRopeError
 from longrope2.evaluation.results import RESULTS, SCORE, grid_misfit
 from longrope2.factors import RescaleFactors
-from longrope2.methods import rescale
 from longrope2.shapes import misfit
 from longrope2.training.progress import read_log, steps_in
 
@@ -56,7 +55,6 @@ def gather(folder: Path) -> dict[str, Any]:
         "outdated": [name for name in book["steps"] if name not in steps],
         "search": _json(folder / ledger.SEARCH, SEARCH) if searched else None,
         "factors": factors,
-        "closed_forms": _closed_forms(factors, book["recipe"]["methods"]),
         "plan": _plan(folder / ledger.PLAN) if "data" in steps else None,
         "log": steps_in(log),
         "needles_while_training": [line for line in log if "needles" in line],
@@ -96,13 +94,6 @@ def _factors(path: Path) -> dict[str, Any] | None:
         return RescaleFactors.from_json(content, source=str(path)).to_json()
     except FactorsError as error:
         raise LongRopeError(error.message, hint=AGAIN) from error
-
-
-def _closed_forms(factors: dict[str, Any] | None, methods: list[str]) -> dict[str, list[float]]:
-    if factors is None:
-        return {}
-    spec = RescaleFactors.from_json(factors).spec
-    return {name: list(rescale(name, spec, factors["target_length"]).long) for name in methods}
 
 
 def _plan(path: Path) -> dict[str, Any] | None:

@@ -1,78 +1,101 @@
-"""The page: one HTML file with its style, figures and few lines of script inside; nothing is fetched."""
+"""`longrope2 report`: a run's folder becomes one page that needs nothing but itself, with figures and their data."""
 
+import csv
 import json
+import webbrowser
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
-from longrope2 import __version__, ledger
-from longrope2.console import duration
-from longrope2.export.engines import Format, guidance
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from longrope2 import __version__, figures, ledger
+from longrope2.console import duration, say, warn
+from longrope2.errors import MissingExtraError
+from longrope2.export.engines import guidance
 from longrope2.factors import RescaleFactors
-from longrope2.figures import COLOURS, length_label
-from longrope2.report.charts import Chart, stage_seconds
-from longrope2.report.summary import BY_LENGTH, SHORT_HEADS, Summary, label
+from longrope2.figures import length_label
+from longrope2.files import atomic_path, write_text
+from longrope2.report.charts import Chart, charts, stage_seconds
+from longrope2.report.gather import gather
+from longrope2.report.summary import BY_LENGTH, SHORT_HEADS, Summary, label, summarise
 
 Data = Mapping[str, Any]
-# Beyond the colours that methods have in every figure.
-SERIES = {
-    **COLOURS,
-    "ntk-rcd": COLOURS["ntk"],
-    "yarn-rcd": COLOURS["yarn"],
-    "none": "var(--ink)",
-    "ntk-aware": "#882255",
-    "dynamic-ntk": "#999933",
-    "ntk-by-parts": "#44AA99",
-    ledger.BASE: "var(--quiet)",
-    ledger.SEARCHED: "#CC79A7",
-    "rows-short": "var(--quiet)",
-    "rows-long": COLOURS["longrope2"],
-    "time": COLOURS["longrope2"],
-}
 
 
-def page(data: Data, summary: Summary, charts: Sequence[Chart]) -> str:
-    """The whole page."""
-    title = f"{_public(data['model'])}: {summary.title.rpartition(', ')[2]}"
-    body = [
-        f"<header><h1>{escape(title)}</h1><p>{escape(_subtitle(data))}</p>{_note(summary)}</header>",
-        _cards(data, summary),
-        _results(summary),
-        '<div class="charts">' + "".join(_figure(chart) for chart in charts) + "</div>",
-        _costs(data),
-        _serving(data),
-        _configuration(data),
-        f"<footer>Made by longrope2 {__version__} from the files in this run's folder. "
-        "Each figure lies beside this page as PNG, its data as CSV.</footer>",
-        '<div id="tip" role="status"></div>',
-    ]
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
-        f"<title>{escape(title)}</title><style>{_style()}</style></head>\n<body><main>\n"
-        + "\n".join(part for part in body if part)
-        + f"\n</main><script>{SCRIPT}</script></body></html>\n"
+def run_report(folder: Path, *, open_page: bool) -> None:
+    """`longrope2 report`."""
+    path = write_report(folder)
+    say(f"wrote {path}")
+    if open_page and not webbrowser.open(path.absolute().as_uri()):
+        warn("no browser was found to open it with")
+
+
+def write_report(folder: Path) -> Path:
+    """Write the page of what a run has so far, its figures as PNG and their data as CSV; returns the page's path.
+
+    Without matplotlib the page has tables alone, and says how to get the figures.
+    """
+    data = gather(folder)
+    summary = summarise(data)
+    found = charts(data, summary)
+    path = folder / ledger.PAGE
+    for chart in found:
+        with atomic_path(path.with_name(f"{chart.name}.csv")) as temporary:
+            _write_csv(chart, temporary)
+    missing = ""
+    drawn: dict[str, list[str]] = {}
+    try:
+        for chart in found:
+            drawn[chart.name] = _draw(chart, path.with_name(f"{chart.name}.png"))
+    except MissingExtraError as error:
+        missing = str(error)
+        warn(missing)
+    write_text(path, page(data, summary, found, drawn, missing))
+    return path
+
+
+def _write_csv(chart: Chart, path: Path) -> None:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file).writerows([chart.columns, *chart.rows])
+
+
+def _draw(chart: Chart, path: Path) -> list[str]:
+    """Write a figure as PNG; return the SVG elements that the page shows of it."""
+    whole = chart.draw(path)
+    panels = [draw(None) for draw in chart.panels] or [whole]
+    return [panel.svg(f"{chart.name}-{number}") for number, panel in enumerate(panels)]
+
+
+def page(
+    data: Data, summary: Summary, charts: Sequence[Chart], drawn: Mapping[str, Sequence[str]], missing: str = ""
+) -> str:
+    """The whole page, with figures as SVG elements by name; `missing` says why there are none."""
+    templates = Environment(
+        loader=PackageLoader("longrope2", "report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-
-
-def _style() -> str:
-    here = Path(__file__).parent / "page.css"
-    series = "".join(f".s-{name}{{stroke:{colour};fill:{colour}}}" for name, colour in SERIES.items())
-    return series + here.read_text(encoding="utf-8")
-
-
-# A touch shows what the mouse sees by hovering: phones show no titles.
-SCRIPT = """
-const tip = document.getElementById("tip");
-document.addEventListener("click", event => {
-  const title = event.target.querySelector && event.target.querySelector(":scope > title");
-  const mark = title && event.target.closest("svg") !== event.target;
-  tip.textContent = mark ? title.textContent : "";
-  tip.style.display = mark ? "block" : "none";
-});
-"""
+    return templates.get_template("page.html.j2").render(
+        title=f"{_public(data['model'])}: {summary.title.rpartition(', ')[2]}",
+        state=_state(data),
+        summary=summary,
+        cards=list(_cards(data, summary)),
+        charts=charts,
+        drawn=drawn,
+        missing=missing,
+        costs=[[stage, duration(seconds), _work(data, stage), _machine(data, stage)]
+               for stage, seconds in stage_seconds(data).items()],
+        exports=list(_exports(data)),
+        verified=list(_verified(data)),
+        facts=_facts(data),
+        recipe=json.dumps({**data["recipe"], "model": _public(data["model"])}, indent=1, ensure_ascii=False),
+        version=__version__,
+        light=figures.LIGHT,
+        dark=figures.DARK,
+    )  # fmt: skip
 
 
 def _public(model: str) -> str:
@@ -80,7 +103,7 @@ def _public(model: str) -> str:
     return Path(model).name if Path(model).is_absolute() or model.startswith(".") else model
 
 
-def _subtitle(data: Data) -> str:
+def _state(data: Data) -> str:
     running = [name for name, entry in data["steps"].items() if entry["state"] != ledger.DONE]
     done = list(dict.fromkeys(name.partition("/")[0] for name in data["steps"] if name not in running))
     text = f"Done: {', '.join(done) or 'nothing yet'}."
@@ -91,25 +114,18 @@ def _subtitle(data: Data) -> str:
     return text
 
 
-def _note(summary: Summary) -> str:
-    return f"<p>{escape(summary.note[:1].upper() + summary.note[1:])}.</p>" if summary.note else ""
-
-
-def _cards(data: Data, summary: Summary) -> str:
-    cards = []
+def _cards(data: Data, summary: Summary) -> Iterator[tuple[str, str]]:
+    """The few numbers that say what came of it."""
     factors = data["factors"]
     if factors:
-        cards.append((f"{factors['target_length'] / factors['original_length']:g}×",
-                      f"window, {factors['original_length']:,} → {factors['target_length']:,} tokens"))  # fmt: skip
+        original, target = factors["original_length"], factors["target_length"]
+        yield f"{target / original:g}×", f"window, {original:,} → {target:,} tokens"
     ours = next((m for m in (ledger.AFTER_TRAINING, ledger.SEARCHED) if m in summary.methods), None)
     if ours:
-        cards += list(_score_cards(summary, ours))
+        yield from _score_cards(summary, ours)
     seconds = sum(stage_seconds(data).values())
     if seconds:
-        cards.append((duration(seconds), "hours:minutes:seconds" if seconds >= 3600 else "minutes:seconds, all stages"))
-    return '<section class="cards">' + "".join(
-        f'<div class="card"><b>{escape(value)}</b><span>{escape(text)}</span></div>' for value, text in cards
-    ) + "</section>"  # fmt: skip
+        yield duration(seconds), "hours:minutes:seconds" if seconds >= 3600 else "minutes:seconds, all stages"
 
 
 def _score_cards(summary: Summary, ours: str) -> Iterator[tuple[str, str]]:
@@ -130,43 +146,6 @@ def _score_cards(summary: Summary, ours: str) -> Iterator[tuple[str, str]]:
     for key, text in (("perplexity_retention", "of the short perplexity kept"), ("short_retention", "of short tasks")):
         if summary.methods[ours][key] is not None:
             yield f"{summary.methods[ours][key]:.1f}%", text
-
-
-def _results(summary: Summary) -> str:
-    if not summary.rows:
-        return ""
-    return (
-        f"<section><h2>Results</h2>{_table(summary.columns, summary.rows)}<p>{escape(summary.caption)}.</p></section>"
-    )
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, of_words: bool = False) -> str:
-    kind = ' class="words"' if of_words else ""
-    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="scroll"><table{kind}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def _figure(chart: Chart) -> str:
-    parts = "".join(
-        f'<div class="panel">{f"<h3>{escape(heading)}</h3>" if heading else ""}{svg}</div>'
-        for heading, svg in chart.svgs
-    )
-    links = f'<a href="{chart.name}.png">PNG</a> · <a href="{chart.name}.csv">CSV</a>'
-    return (
-        f'<section id="{chart.name}"{" class=wide" if len(chart.svgs) > 1 else ""}><h2>{escape(chart.title)}</h2>'
-        f'<figure><div class="panels">{parts}</div>'
-        f'<figcaption>{escape(chart.caption)} <span class="links">{links}</span></figcaption></figure></section>'
-    )
-
-
-def _costs(data: Data) -> str:
-    """Time, tokens and machines."""
-    rows = []
-    for stage, seconds in stage_seconds(data).items():
-        rows.append([stage, duration(seconds), _work(data, stage), _machine(data, stage)])
-    table = _table(["stage", "time", "work", "machine"], rows, of_words=True)
-    return f"<section><h2>Cost</h2>{table}</section>" if rows else ""
 
 
 def _work(data: Data, stage: str) -> str:
@@ -193,56 +172,33 @@ def _machine(data: Data, stage: str) -> str:
     return ", ".join(dict.fromkeys(f"{fact['processes']} × {fact['device']}" for fact in facts))
 
 
-def _serving(data: Data) -> str:
-    parts = []
+def _exports(data: Data) -> Iterator[tuple[str, Sequence[tuple[str, str, str]]]]:
+    """For each export its name, and how each engine serves it."""
     for entry in data["exports"]:
-        content = entry["factors"] or data["factors"]
-        format: Format = "gguf" if entry["place"].endswith(".gguf") else "huggingface"
+        factors = RescaleFactors.from_json(entry["factors"] or data["factors"])
         name = Path(entry["place"]).name
-        rows = "".join(
-            f"<tr><td>{escape(engine)}</td><td><code>{escape(command)}</code></td><td>{escape(text)}</td></tr>"
-            for engine, command, text in guidance(RescaleFactors.from_json(content), entry["family"], name, format)
-        )
-        parts.append(
-            f"<h3>{escape(name)}</h3><div class='scroll'><table class='words'><thead><tr><th>engine</th>"
-            f"<th>command</th><th>what it does</th></tr></thead><tbody>{rows}</tbody></table></div>"
-        )
-    if not parts:
-        return ""
-    return "<section><h2>Serving</h2>" + "".join(parts) + _verified(data) + "</section>"
+        yield name, guidance(factors, entry["family"], name, "gguf" if name.endswith(".gguf") else "huggingface")
 
 
-def _verified(data: Data) -> str:
-    rows = [
-        [finding["engine"], finding["mode"], finding["verdict"],
-         "" if finding["max_error"] is None else f"{finding['max_error']:.1e}", finding["note"]]
-        for findings in (data["verified"] or {}).values()
-        for finding in findings
-    ]  # fmt: skip
-    table = _table(["engine", "sequences", "verdict", "largest error", "note"], rows, of_words=True)
-    return f"<h3>Verified</h3>{table}" if rows else ""
+def _verified(data: Data) -> Iterator[list[str]]:
+    for findings in (data["verified"] or {}).values():
+        for finding in findings:
+            error = "" if finding["max_error"] is None else f"{finding['max_error']:.1e}"
+            yield [finding["engine"], finding["mode"], finding["verdict"], error, finding["note"]]
 
 
-def _configuration(data: Data) -> str:
+def _facts(data: Data) -> dict[str, str]:
+    """Where the run's numbers come from."""
+    seeds = {
+        "search": (data["search"] or {}).get("config", {}).get("evolution", {}).get("seed"),
+        "plan": (data["plan"] or {}).get("seed"),
+        "train": ((data["training"] or {}).get("config", {}).get("train") or {}).get("seed"),
+    }
     facts = {
         "model": _public(data["model"]),
         "revision": data["revision"],
         "weights": (data["search"] or {}).get("weights"),
-        "versions": data["versions"],
-        "seeds": {
-            "search": (data["search"] or {}).get("config", {}).get("evolution", {}).get("seed"),
-            "plan": (data["plan"] or {}).get("seed"),
-            "train": ((data["training"] or {}).get("config", {}).get("train") or {}).get("seed"),
-        },
+        "versions": json.dumps(data["versions"]),
+        "seeds": json.dumps(seeds),
     }
-    rows = "".join(
-        f"<tr><th>{escape(name)}</th><td>{escape(value if isinstance(value, str) else json.dumps(value))}</td></tr>"
-        for name, value in facts.items()
-        if value is not None
-    )
-    recipe = {**data["recipe"], "model": _public(data["model"])}
-    return (
-        f'<section><h2>Configuration</h2><div class="scroll"><table class="words">{rows}</table></div>'
-        "<details><summary>Recipe</summary><pre>"
-        f"{escape(json.dumps(recipe, indent=1, ensure_ascii=False))}</pre></details></section>"
-    )
+    return {name: value for name, value in facts.items() if value is not None}
