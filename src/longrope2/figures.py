@@ -130,8 +130,8 @@ class Drawing:
         """A logarithmic y axis with numbers as people write them, enough of them even over less than a decade."""
         axis.set_yscale("log", base=base)
         low, high = axis.get_ylim()
-        between = (1, 2, 5) if base == 10 and high < 100 * low else (1,)
-        axis.yaxis.set_major_locator(self.matplotlib.ticker.LogLocator(base=base, subs=between))
+        near, between = {2: (8, (1, 1.5)), 10: (100, (1, 2, 5))}[base]
+        axis.yaxis.set_major_locator(self.matplotlib.ticker.LogLocator(base, between if high < near * low else (1,)))
         axis.yaxis.set_major_formatter(lambda value, _: number(value))
         axis.yaxis.set_minor_formatter(lambda value, _: "")
 
@@ -326,14 +326,17 @@ def draw_convergence(
                 ]
                 drawing.line(axis, points, tips, series=f"{key}-{length}", drawstyle=style, **look)
         for name, value in (levels or {}).items():
-            look = {"linestyle": ":", "color": COLOURS.get(name.lower(), INK)}
+            look = {
+                "linestyle": "-." if name.lower().endswith("-rcd") else ":",
+                "color": COLOURS.get(name.lower(), INK),
+            }
             above.axhline(value, label=f"{name} {number(value)}", **look)
         drawing.log_scale(above)
         above.set_ylabel("perplexity")
         below.set_xlabel("iteration")
         below.set_ylabel("critical\ndimension")
         for axis in (below.xaxis, below.yaxis):
-            axis.get_major_locator().set_params(integer=True)
+            axis.get_major_locator().set_params(integer=True, min_n_ticks=1)
         drawing.legend(2)
     return drawing
 
@@ -406,7 +409,7 @@ def draw_heatmaps(grids: Mapping[str, Mapping[str, Any]], path: Path | None) -> 
         for axis in places[len(grids) :]:
             axis.remove()
         scale = drawing.matplotlib.cm.ScalarMappable(drawing.matplotlib.colors.Normalize(0, 100), HEATMAP)
-        bar = drawing.figure.colorbar(scale, ax=places[: len(grids)], label="answers right (%)", fraction=0.06)
+        bar = drawing.figure.colorbar(scale, ax=places[: len(grids)], label="answers right (%)", aspect=7 * size[1])
         bar.outline.set_visible(False)
         for axis, (name, grid) in zip(places, grids.items(), strict=False):
             for row, (depth, cells) in enumerate(zip(grid["depths"], grid["cells"], strict=True)):
@@ -445,7 +448,7 @@ def draw_losses(by_kind: Mapping[str, Sequence[tuple[int, float]]], path: Path |
             tips = [f"step {step:,}, {kind} rows: {value:.4f}" for step, value in points]
             width = 1.4 if len(points) <= MOST_POINTS else 0.8
             drawing.line(axis, points, tips, series=f"{kind} rows", linewidth=width)
-        axis.xaxis.get_major_locator().set_params(integer=True)
+        axis.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
         axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
         axis.set_xlabel("step")
         axis.set_ylabel("loss (nats per token)")

@@ -79,7 +79,7 @@ def _convergence(data: Data) -> Iterator[Chart]:
         name="convergence",
         title="Search",
         caption=f"{result['document_evaluations']:,} document evaluations; without racing it would have been "
-        f"{result['exhaustive_evaluations']:,}. Dotted: closed forms at {history[-1]['length']:,} tokens{held_out}.",
+        f"{result['exhaustive_evaluations']:,}. Levels: closed forms at {history[-1]['length']:,} tokens{held_out}.",
         columns=columns,
         rows=[[entry[column] for column in columns] for entry in history],
         draw=partial(figures.draw_convergence, history, levels=levels),
