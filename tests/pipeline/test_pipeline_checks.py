@@ -1,6 +1,7 @@
 """What a later stage would refuse is refused before the first one starts, and by --dry-run alike."""
 
 import shutil
+import sys
 
 import pytest
 from pipeline_samples import write_recipe
@@ -63,6 +64,15 @@ def test_a_bad_recipe_is_refused_before_anything_is_done(recipe, tmp_path, befor
         job(bad, tmp_path / "run")
     assert message in str(caught.value)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_missing_package_of_a_later_stage_is_reported_before_the_search(recipe, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)  # as if it were not installed
+    with pytest.raises(LongRopeError) as caught:
+        job(recipe, tmp_path / "run")
+    assert "data: a tokenised corpus needs the package 'pyarrow'" in str(caught.value)
+    assert "pip install 'longrope2[train]'" in str(caught.value)
+    job(recipe, tmp_path / "run", "search", "evaluate")  # which read no corpus
 
 
 def test_books_of_a_recipe_are_looked_for_where_the_command_runs(recipe, tmp_path, monkeypatch):

@@ -66,6 +66,7 @@ def _search(setting: Setting) -> Iterator[str]:
 
 def _data(setting: Setting) -> Iterator[str]:
     recipe = setting.recipe
+    yield from _complaints(require, "pyarrow", extra="train", purpose="a tokenised corpus")
     if not recipe.source:
         yield (
             "no source of documents to train on (name them in a recipe, --config FILE, [[source]]; "
