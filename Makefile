@@ -3,6 +3,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+TORCH_INDEX := https://download.pytorch.org/whl/cpu
 # A file stays with one worker, which makes what its tests share once; tests/conftest.py puts long files first.
 PARALLEL := -n auto --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
@@ -10,10 +11,11 @@ PARALLEL := -n auto --dist loadfile --no-loadscope-reorder --max-worker-restart 
 
 setup: $(READY)
 
-# Constraints pin the exact set that tests use; they also keep pip from choosing a CUDA build of torch.
+# Constraints pin the exact set that tests use. PyPI's torch for Linux needs gigabytes of CUDA packages, so it comes from
+# PyTorch's index of CPU builds, or from wherever else pip is configured to find one.
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps --extra-index-url $(TORCH_INDEX) torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $(READY)
 
