@@ -3,11 +3,12 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DIST := dist
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 # A file stays with one worker, which makes what its tests share once; tests/conftest.py puts long files first.
 PARALLEL := -n auto --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-.PHONY: setup demo test test-all lint types docs clean
+.PHONY: setup demo test test-all lint types docs dist clean
 
 setup: $(READY)
 
@@ -39,5 +40,9 @@ types: $(READY)
 docs: $(READY)
 	$(BIN)/mkdocs build --strict
 
+# Wheel and sdist, by the pinned build backend.
+dist: $(READY)
+	$(BIN)/python -m hatchling build --directory $(DIST)
+
 clean:
-	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(DIST) build .mypy_cache .ruff_cache .pytest_cache .hypothesis

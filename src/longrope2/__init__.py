@@ -1,4 +1,4 @@
-"""LongRoPE2: extend the context window of any RoPE language model and keep its short-context quality."""
+"""LongRoPE2: extend the context window of RoPE language models and keep their short-context quality."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
