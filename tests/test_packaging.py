@@ -1,4 +1,4 @@
-"""What others get: extras that exist, and a wheel that works by itself."""
+"""What others get: extras that exist, a workflow that runs what `.ci/run` runs, and a wheel that works by itself."""
 
 import ast
 import os
@@ -14,6 +14,7 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+import yaml
 from packaging.metadata import Metadata
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -128,6 +129,22 @@ def test_every_extra_named_in_text_exists():
         for name in found.split(",")
     }  # fmt: skip
     assert {"eval", "export", "report", "train", "vllm"} <= named <= EXTRAS.keys()
+
+
+def test_the_workflow_runs_what_the_local_script_runs():
+    (job,) = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"].values()
+    rows = job["strategy"]["matrix"]["include"]
+    prefix = "Programming Language :: Python :: "
+    assert [f"{prefix}{row['python']}" for row in rows] == [c for c in PROJECT["classifiers"] if c.startswith(prefix)]
+    assert PROJECT["requires-python"] == f">={rows[0]['python']}"
+    steps = [step["run"] for step in job["steps"] if "run" in step]
+    local = [line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line.startswith("make ")]
+    for row in rows:
+        commands = [step.replace("${{ matrix.tests }}", row["tests"]) for step in steps]
+        assert all(command.startswith("make ") for command in commands)
+        missing = set(local) - set(commands)
+        assert missing == (set() if row["tests"] == "test-all" else {"make test-all"})
+    assert "test-all" in [row["tests"] for row in rows]
 
 
 @pytest.fixture(scope="module")
