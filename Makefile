@@ -16,7 +16,7 @@ setup: $(READY)
 # PyTorch's index of CPU builds, or from wherever else pip is configured to find one.
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps --extra-index-url $(TORCH_INDEX) torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $(READY)
 
