@@ -6,16 +6,16 @@ import shutil
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from longrope2 import files
 from longrope2.errors import LongRopeError
-from longrope2.shapes import misfit
+from longrope2.records import RecordError, RunRecord, StepRecord
 
 LEDGER = "pipeline.json"
-FORMAT, VERSION = "longrope2.pipeline", 1
 STAGES = ("search", "data", "train", "evaluate", "export", "verify", "report")
 TRAINING = ("data", "train")
 """The stages that need texts to train on."""
@@ -33,31 +33,15 @@ VERIFIED = "verify/verify.json"
 PAGE = "report/index.html"
 BASE, SEARCHED, AFTER_TRAINING = "base", "longrope2-factors-only", "longrope2"
 """What evaluations are called besides the closed forms."""
-RUNNING, DONE = "running", "done"
+RUNNING: Literal["running"] = "running"
+DONE: Literal["done"] = "done"
+AGAIN = "run `longrope2 extend` again as before: it makes the file again, and steps find what they have done"
 WHOLE_HASH = 64 << 20
 """Bytes up to which a file is hashed whole; of larger ones samples must do."""
 SAMPLES, SAMPLE_BYTES = 64, 1 << 14
 LOCK = ".lock"
 DAMAGED = "pipeline.json.damaged"
 """Where a ledger goes that cannot be read."""
-SHAPE = {
-    "model": str,
-    "revision": str | None,
-    "target_length": int,
-    "recipe": {"methods": [str]},
-    "versions": dict,
-    "planned": [str],
-    "steps": {
-        ...: {"state": str, "fingerprint": str, "inputs": dict, "started": str, "sessions": int, "seconds": float}
-    },
-}
-"""What a ledger holds once a run has begun."""
-LATER = {"original_length": int, "expected": {...: str}}
-"""What ledgers of earlier versions do not have."""
-
-
-class DamagedLedgerError(LongRopeError):
-    """There is a ledger, and its content is lost."""
 
 
 class Ledger:
@@ -66,59 +50,62 @@ class Ledger:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
-            found = read_ledger(folder)
-        except DamagedLedgerError:
-            found = None  # steps know what they have done themselves
-        self.content = found or {"format": FORMAT, "version": VERSION, "steps": {}}
+            self._record = read_ledger(folder)
+        except RecordError:
+            self._record = None  # steps know what they have done themselves
 
     @property
-    def steps(self) -> dict[str, dict[str, Any]]:
+    def steps(self) -> Mapping[str, StepRecord]:
         """Entry by step."""
-        entries: dict[str, dict[str, Any]] = self.content["steps"]
-        return entries
+        return {} if self._record is None else self._record.steps
 
     def describe(self, **facts: Any) -> None:
         """Keep what holds for the whole run: model, recipe, versions."""
-        self.content |= facts
-        self._write()
+        if self._record is None:
+            self._record = RunRecord(**facts, steps={})
+        else:
+            self._record = replace(self._record, **facts)
+        self._record.save(self.folder / LEDGER)
 
     def start(self, step: str, inputs: Mapping[str, Any]) -> None:
         """A step begins, or goes on from the same inputs."""
-        before = self.steps.get(step, {})
-        resumed = before.get("fingerprint") == fingerprint(inputs) and before["state"] == RUNNING
-        self.steps[step] = {
-            "state": RUNNING,
-            "fingerprint": fingerprint(inputs),
-            "inputs": dict(inputs),
-            "started": datetime.now(UTC).isoformat(timespec="seconds"),
-            "sessions": before["sessions"] + 1 if resumed else 1,
-            "seconds": before["seconds"] if resumed else 0.0,
-        }
-        self._write()
+        before = self.steps.get(step)
+        resumed = before is not None and before.fingerprint == fingerprint(inputs) and not before.is_done
+        self._write(
+            step,
+            StepRecord(
+                state=RUNNING,
+                fingerprint=fingerprint(inputs),
+                inputs=dict(inputs),
+                started=datetime.now(UTC).replace(microsecond=0),
+                sessions=before.sessions + 1 if before and resumed else 1,
+                seconds=before.seconds if before and resumed else 0.0,
+            ),
+        )
 
     def pause(self, step: str, seconds: float) -> None:
         """A step was interrupted in a way that left time to say so."""
-        self._begun(step)["seconds"] += seconds
-        self._write()
+        entry = self._begun(step)
+        self._write(step, replace(entry, seconds=entry.seconds + seconds))
 
     def finish(self, step: str, outputs: Mapping[str, str], seconds: float) -> float:
         """A step has ended well; returns the seconds of all its sessions, but for those that were killed."""
         entry = self._begun(step)
-        entry |= {"state": DONE, "seconds": entry["seconds"] + seconds, "outputs": dict(outputs)}
-        self._write()
-        return float(entry["seconds"])
+        done = replace(entry, state=DONE, seconds=entry.seconds + seconds, outputs=dict(outputs))
+        self._write(step, done)
+        return done.seconds
 
     def is_done(self, step: str, wanted: str) -> bool:
         """Whether a step has ended with these inputs."""
         entry = self.steps.get(step)
-        return entry is not None and entry["state"] == DONE and entry["fingerprint"] == wanted
+        return entry is not None and entry.is_done and entry.fingerprint == wanted
 
     def damaged(self, step: str) -> list[str]:
         """The outputs of a finished step that are missing or not as they were."""
-        outputs = self.steps[step]["outputs"]
+        outputs = self.steps[step].outputs or {}
         return [name for name, digest in outputs.items() if output_digest(self.folder / name) != digest]
 
-    def _begun(self, step: str) -> dict[str, Any]:
+    def _begun(self, step: str) -> StepRecord:
         """The entry of a step that is at work."""
         if step not in self.steps:
             raise LongRopeError(
@@ -127,66 +114,35 @@ class Ledger:
             )
         return self.steps[step]
 
-    def _write(self) -> None:
-        files.write_json(self.folder / LEDGER, self.content)
+    def _write(self, step: str, entry: StepRecord) -> None:
+        assert self._record is not None, "a run is described before its steps begin"
+        self._record = replace(self._record, steps={**self._record.steps, step: entry})
+        self._record.save(self.folder / LEDGER)
 
 
-def read_ledger(folder: Path) -> dict[str, Any] | None:
-    """The content of a run's ledger; None where there is none."""
-    path = folder / LEDGER
+def read_ledger(folder: Path) -> RunRecord | None:
+    """A run's ledger; None where there is none, RecordError where it is damaged."""
+    if folder.is_file():
+        raise LongRopeError(f"{folder}: a file, a folder is needed", hint="give the folder of a run")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return RunRecord.load(folder / LEDGER, hint=AGAIN)
     except FileNotFoundError:
         return None
-    except NotADirectoryError:
-        raise LongRopeError(f"{folder}: a file, a folder is needed", hint="give the folder of a run") from None
-    except OSError as error:
-        raise LongRopeError(f"{path}: cannot be read ({error.strerror})", hint="check its permissions") from error
-    except ValueError as error:
-        raise _damaged(path, str(error)) from error
-    if not isinstance(content, dict) or (content.get("format"), content.get("version")) != (FORMAT, VERSION):
-        raise LongRopeError(f"{path}: not the ledger of an extension of this version", hint="use another folder")
-    shape = SHAPE | {key: kind for key, kind in LATER.items() if key in content}
-    problem = misfit(content, shape) or next(filter(None, map(_wrong_entry, content["steps"].values())), None)
-    if problem:
-        raise _damaged(path, problem)
-    return content
 
 
-def _wrong_entry(entry: Mapping[str, Any]) -> str | None:
-    """What the shape of a step's entry cannot tell."""
-    try:
-        datetime.fromisoformat(entry["started"])
-    except ValueError:
-        return f"{entry['started']!r} is no time"
-    if entry["state"] not in (RUNNING, DONE):
-        return f"{entry['state']!r} is no state of a step"
-    return misfit(entry, {"outputs": {...: str}}) if entry["state"] == DONE else None
-
-
-def _damaged(path: Path, problem: str) -> DamagedLedgerError:
-    return DamagedLedgerError(
-        f"{path}: damaged ({problem})",
-        hint="run `longrope2 extend` again as before: it makes the file anew, and steps find what they have done",
-    )
-
-
-def current_steps(book: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Entries of steps but for those of other options than the last command's, in the stages that it knew of."""
-    expected: Mapping[str, str] = book.get("expected", {})
-    stages = {name.partition("/")[0] for name in expected}
-    return {
-        name: entry
-        for name, entry in book["steps"].items()
-        if expected.get(name) == entry["fingerprint"] or name.partition("/")[0] not in stages
-    }
+def require_ledger(folder: Path) -> RunRecord:
+    """A run's ledger, which must be there."""
+    found = read_ledger(folder)
+    if found is None:
+        raise LongRopeError(f"{folder}: no run of `longrope2 extend` there", hint="give the folder named with -o")
+    return found
 
 
 def keep_damaged(folder: Path) -> Path | None:
-    """Copy a ledger that is about to be made anew, since its content is lost; None where it is not."""
+    """Copy a ledger that is about to be made again, since its content is lost; None where it is not."""
     try:
         read_ledger(folder)
-    except DamagedLedgerError:
+    except RecordError:
         return Path(shutil.copyfile(folder / LEDGER, folder / DAMAGED))
     return None
 
@@ -226,6 +182,6 @@ def is_at_work(folder: Path) -> bool:
     return files.is_locked(folder / LOCK)
 
 
-def age(entry: Mapping[str, Any]) -> float:
+def age(entry: StepRecord) -> float:
     """Seconds since a step was started."""
-    return time.time() - datetime.fromisoformat(entry["started"]).timestamp()
+    return time.time() - entry.started.timestamp()

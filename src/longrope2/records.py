@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from datetime import datetime
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar, cast
@@ -29,7 +30,7 @@ class Record:
 
     def to_json(self) -> dict[str, Any]:
         """The content of the file."""
-        return {"format": self.FORMAT, "version": self.VERSION, **dataclasses.asdict(self)}
+        return {"format": self.FORMAT, "version": self.VERSION, **_plain(dataclasses.asdict(self))}
 
     def save(self, path: Path) -> None:
         """Write the file, atomically."""
@@ -44,14 +45,14 @@ class Record:
             raise
         except OSError as error:
             raise RecordError(f"{path}: cannot be read ({error.strerror})", hint="check its permissions") from error
-        content = parse(dict[str, Any], text, str(path), hint=hint)
+        content = parse(dict[str, Any], text, f"{path}: damaged", hint=hint)
         found = content.pop("format", None), content.pop("version", None)
         if found != (cls.FORMAT, cls.VERSION):
             raise RecordError(
                 f"{path}: format {found[0]!r}, version {found[1]!r}; expected {cls.FORMAT!r}, {cls.VERSION}",
                 hint="another release wrote it: use that one, or another folder",
             )
-        return parse(cls, content, str(path), hint=hint)
+        return parse(cls, content, f"{path}: damaged", hint=hint)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,6 +138,61 @@ class SearchRecord(Record):
     device: str
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """A step of an extension: from what it was made, and whether it is done."""
+
+    state: Literal["running", "done"]
+    fingerprint: str
+    """Of its inputs."""
+    inputs: dict[str, Any]
+    started: datetime
+    sessions: int
+    seconds: float
+    """Of all sessions, but for those that were killed."""
+    outputs: dict[str, str] | None = None
+    """Digests by file or folder; None until it is done."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether its outputs are there."""
+        return self.state == "done"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunRecord(Record):
+    """pipeline.json, the ledger of an extension."""
+
+    FORMAT: ClassVar[str] = "longrope2.pipeline"
+
+    model: str
+    revision: str | None
+    original_length: int | None = None
+    target_length: int
+    recipe: dict[str, Any]
+    versions: dict[str, str]
+    planned: tuple[str, ...]
+    """Names of all steps."""
+    expected: dict[str, str] = dataclasses.field(default_factory=dict)
+    """The fingerprints of their inputs by the last command's options."""
+    steps: dict[str, StepRecord]
+
+    def __post_init__(self) -> None:
+        methods = self.recipe.get("methods")
+        if not isinstance(methods, list | tuple) or not all(isinstance(name, str) for name in methods):
+            raise ValueError(f"recipe.methods must be a list of names, got {methods!r}")
+
+    @property
+    def current(self) -> dict[str, StepRecord]:
+        """Steps but for those of other options than the last command's, in the stages that it knew of."""
+        stages = {name.partition("/")[0] for name in self.expected}
+        return {
+            name: entry
+            for name, entry in self.steps.items()
+            if self.expected.get(name) == entry.fingerprint or name.partition("/")[0] not in stages
+        }
+
+
 def parse(kind: type[Kind], content: bytes | Mapping[str, Any], source: str, *, hint: str = AGAIN) -> Kind:
     """A typed value from JSON text or from plain values that JSON holds; RecordError names every problem."""
     from pydantic import ValidationError
@@ -148,6 +204,15 @@ def parse(kind: type[Kind], content: bytes | Mapping[str, Any], source: str, *, 
     except ValidationError as error:
         raise RecordError(all_problems(source, _in_words(error)), hint=hint) from error
     return found
+
+
+def _plain(value: Any) -> Any:
+    """As JSON holds it."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value.isoformat() if isinstance(value, datetime) else value
 
 
 def schema(kind: type) -> dict[str, Any]:
@@ -178,8 +243,10 @@ def _in_words(error: "ValidationError") -> list[str]:
                 found.append(f"{place} is missing")
             case "unexpected_keyword_argument" | "extra_forbidden":
                 found.append(f"unknown key {place!r}")
+            case "value_error":
+                found.append(str(problem["msg"]).removeprefix("Value error, "))
             case "json_invalid":
-                found.append(f"damaged: {problem['msg'][0].lower()}{problem['msg'][1:]}")
+                found.append(f"{problem['msg'][0].lower()}{problem['msg'][1:]}")
             case _:
                 wanted = problem["msg"].removeprefix("Input should be ")
                 found.append(f"{place or 'the whole'} must be {wanted}, got {str(problem['input'])[:40]!r}")

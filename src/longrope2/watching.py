@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from longrope2 import ledger
 from longrope2.console import duration
 from longrope2.errors import LongRopeError
 from longrope2.journal import TIME
+from longrope2.records import RunRecord
 from longrope2.shapes import misfit
 from longrope2.training.progress import read_log, steps_in
 
@@ -40,25 +41,23 @@ class View:
 
 def look(folder: Path) -> list[View]:
     """Every stage of a run, in order."""
-    book = ledger.read_ledger(folder)
-    if book is None:
-        raise LongRopeError(f"{folder}: no run of `longrope2 extend` there", hint="give the folder named with -o")
-    book["steps"] = ledger.current_steps(book)  # what other options gave is made again
+    book = ledger.require_ledger(folder)
     at_work = ledger.is_at_work(folder)
     return [_view(folder, book, stage, at_work=at_work) for stage in _stages(book)]
 
 
-def _stages(book: Mapping[str, Any]) -> list[str]:
-    present = {name.partition("/")[0] for name in (*book["planned"], *book["steps"])}
+def _stages(book: RunRecord) -> list[str]:
+    present = {name.partition("/")[0] for name in (*book.planned, *book.current)}
     return [stage for stage in ledger.STAGES if stage in present]
 
 
-def _view(folder: Path, book: Mapping[str, Any], stage: str, *, at_work: bool) -> View:
-    planned = [name for name in book["planned"] if name.partition("/")[0] == stage]
-    entries = {name: entry for name, entry in book["steps"].items() if name.partition("/")[0] == stage}
-    running = [name for name, entry in entries.items() if entry["state"] == ledger.RUNNING]
+def _view(folder: Path, book: RunRecord, stage: str, *, at_work: bool) -> View:
+    planned = [name for name in book.planned if name.partition("/")[0] == stage]
+    # What other options gave is made again.
+    entries = {name: entry for name, entry in book.current.items() if name.partition("/")[0] == stage}
+    running = [name for name, entry in entries.items() if not entry.is_done]
     done = len(entries) - len(running)
-    seconds = sum(entry["seconds"] for entry in entries.values()) if entries else None
+    seconds = sum(entry.seconds for entry in entries.values()) if entries else None
     left, text = None, ""
     if running:
         state = "running" if at_work else "interrupted"

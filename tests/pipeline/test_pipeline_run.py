@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 from pipeline_samples import start, write_recipe
@@ -66,7 +67,7 @@ def results_of(folder):
 def test_every_stage_leaves_its_result(whole):
     steps = Ledger(whole).steps
     assert list(steps) == STEPS
-    assert {entry["state"] for entry in steps.values()} == {"done"}
+    assert {entry.state for entry in steps.values()} == {"done"}
     assert (whole / "report/index.html").exists()
     data = gather(whole)
     assert tuple(data["scores"]) == METHODS
@@ -92,7 +93,7 @@ def test_recall_documents_are_in_the_plan(whole):
 
 
 def test_done_is_skipped_and_the_table_printed(place, recipe, whole, capfd):
-    before = Ledger(whole).content
+    before = ledger.require_ledger(whole)
     arguments = ["extend", "--config", str(recipe), "-o", str(whole), "--cache", str(place / "cache")]
     started = time.monotonic()
     cli.main([*arguments, "--json"], standalone_mode=False)
@@ -100,7 +101,7 @@ def test_done_is_skipped_and_the_table_printed(place, recipe, whole, capfd):
     printed = capfd.readouterr()
     assert json.loads(printed.out)["methods"]["base"]["by_length"]["niah"]["512"] == 0
     assert printed.err.count("done before") == len(STEPS)
-    assert Ledger(whole).content == before
+    assert ledger.require_ledger(whole) == before
     cli.main(arguments, standalone_mode=False)
     printed = capfd.readouterr().out
     assert "LongRoPE2, trained" in printed
@@ -160,7 +161,7 @@ def test_what_other_options_gave_is_kept_aside(place, recipe, whole, capfd):
     cli.main(arguments, standalone_mode=False)
     printed, told = capfd.readouterr()
     assert "warning: search runs again" in told
-    assert "(evolution {" in told
+    assert "(iterations 1 → 2)" in told
     assert "report:" not in printed  # which shows the search before
     assert f"report/index.html was written before this; `longrope2 report {folder}` writes it anew" in told
     assert extend(None, folder, config=changed, stages=["search"])["report"] is None
@@ -191,9 +192,8 @@ def copy_steps(whole, folder, steps):
     """A run of which only these steps are done."""
     for step in steps:
         shutil.copytree(whole / step, folder / step)
-    book = Ledger(folder)
-    book.content = {**Ledger(whole).content, "steps": {step: Ledger(whole).steps[step] for step in steps}}
-    book.describe()
+    book = ledger.require_ledger(whole)
+    replace(book, steps={step: book.steps[step] for step in steps}).save(folder / ledger.LEDGER)
     return folder
 
 
@@ -294,7 +294,7 @@ def test_a_lost_ledger_is_made_again_and_nothing_is_done_twice(place, recipe, lo
     kept += [folder / step / "generations.jsonl" for step in EVALUATIONS[::2]]
     before = [(path.stat().st_ino, path.read_bytes()) for path in kept]
     for command in (["watch", "--once"], ["report"]):
-        with pytest.raises(LongRopeError, match=r"pipeline\.json: damaged .* is missing"):
+        with pytest.raises(LongRopeError, match=r"pipeline\.json: damaged: 7 problems\n  - model is missing"):
             cli.main([*command, str(folder)], standalone_mode=False)
     job(place, recipe, folder, "search", "data", "train", "evaluate", "export").run()
     assert "kept as pipeline.json.damaged" in capfd.readouterr().err
@@ -382,7 +382,7 @@ def test_killed_again_and_again_it_ends_with_the_same(place, recipe, whole, capf
         os.kill(process.pid, signal.SIGKILL)
         process.communicate()
         entry = Ledger(folder).steps[step]
-        assert entry["state"] == "running", "the kill came too late"
+        assert entry.state == "running", "the kill came too late"
         assert {view.stage: view.state for view in look(folder)}[step.partition("/")[0]] == "interrupted"
     capfd.readouterr()
     drawing = atomic_path(folder / "report/needles.png")
@@ -396,4 +396,4 @@ def test_killed_again_and_again_it_ends_with_the_same(place, recipe, whole, capf
     assert "LongRoPE2, trained" in printed.out
     assert results_of(folder) == results_of(whole)
     assert summarise(gather(folder)).to_json() == summarise(gather(whole)).to_json()
-    assert Ledger(folder).steps["train"]["sessions"] == 2
+    assert Ledger(folder).steps["train"].sessions == 2

@@ -276,7 +276,7 @@ def test_what_is_no_run_is_refused(tmp_path):
     with pytest.raises(LongRopeError, match="no run of `longrope2 extend` there"):
         write_report(tmp_path)
     (tmp_path / "pipeline.json").write_text('{"format": "other"}')
-    with pytest.raises(LongRopeError, match="not the ledger"):
+    with pytest.raises(LongRopeError, match=r"expected 'longrope2\.pipeline', 1"):
         gather(tmp_path)
 
 

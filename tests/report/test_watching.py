@@ -120,13 +120,15 @@ def test_lines_that_hold_less_are_passed_over(tmp_path):
 @pytest.mark.parametrize(
     ("where", "value", "problem"),
     [
-        (("planned",), None, "planned must be a list"),
+        (("planned",), None, "planned must be a valid array"),
         (("expected",), [], "expected must be an object"),
         (("steps", "search"), {}, "steps.search.state is missing"),
-        (("steps", "search", "state"), "lost", "'lost' is no state"),
-        (("steps", "search", "started"), "once", "'once' is no time"),
-        (("steps", "search", "seconds"), True, "steps.search.seconds must be float"),
-        (("steps", "search", "outputs"), {"a": 1}, "outputs.a must be str"),
+        (("steps", "search", "state"), "lost", "steps.search.state must be 'running' or 'done', got 'lost'"),
+        (("steps", "search", "started"), "once", "steps.search.started must be a valid datetime"),
+        (("steps", "search", "seconds"), True, "steps.search.seconds must be a valid number"),
+        (("steps", "search", "outputs"), {"a": 1}, "outputs.a must be a valid string"),
+        (("recipe",), {"methods": 3}, "recipe.methods must be a list of names, got 3"),
+        (("format",), "longrope2.other", "format 'longrope2.other', version 1; expected 'longrope2.pipeline', 1"),
     ],
 )
 def test_a_damaged_ledger_is_named(tmp_path, where, value, problem):
@@ -139,7 +141,7 @@ def test_a_damaged_ledger_is_named(tmp_path, where, value, problem):
     path.write_text(json.dumps(content))
     with pytest.raises(LongRopeError) as caught:
         look(tmp_path / "run")
-    assert f"{path}: damaged" in caught.value.message
+    assert str(path) in caught.value.message
     assert problem in caught.value.message
     assert Ledger(tmp_path / "run").steps == {}
 

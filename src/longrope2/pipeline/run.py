@@ -89,7 +89,7 @@ def _result(folder: Path) -> tuple[Summary, dict[str, Any]]:
     """The summary, and as plain values with the page of the stage report, if that shows what there is now."""
     data, page = gather(folder), folder / ledger.PAGE
     summary = summarise(data)
-    is_fresh = data["steps"].get("report", {}).get("state") == ledger.DONE and page.exists()
+    is_fresh = "report" in data["steps"] and data["steps"]["report"].is_done and page.exists()
     return summary, {**summary.to_json(), "report": str(page) if is_fresh else None}
 
 
@@ -120,7 +120,7 @@ class Job:
         self._wanted = chosen("stage", stages, STAGES) or self._all_stages(recipe)
         check_recipe(self.setting, self._wanted)
         # What earlier runs have done belongs to this one, too.
-        done = [name for name, entry in Ledger(folder).steps.items() if entry["state"] == ledger.DONE]
+        done = [name for name, entry in Ledger(folder).steps.items() if entry.is_done]
         self._steps = make_steps(self.setting, {*self._wanted, *(name.partition("/")[0] for name in done)})
         self._inputs = self._all_inputs()
         self._require_needs()
@@ -150,9 +150,9 @@ class Job:
             entry, inputs = book.steps.get(step.name), self._inputs[step.name]
             if entry is None:
                 found[step.name] = "not done yet"
-            elif entry["fingerprint"] != fingerprint(inputs):
-                found[step.name] = _differences(entry["inputs"], inputs)
-            elif entry["state"] != ledger.DONE:
+            elif entry.fingerprint != fingerprint(inputs):
+                found[step.name] = _differences(entry.inputs, inputs)
+            elif not entry.is_done:
                 found[step.name] = "interrupted"
             elif damaged := book.damaged(step.name):
                 found[step.name] = f"missing or changed: {', '.join(damaged)}"
@@ -269,15 +269,15 @@ def _make_room(folder: Path, step: Step, inputs: Mapping[str, Any], reason: str)
         # A ledger was lost, or somebody worked here by hand. Long steps tell themselves what is theirs to go on with.
         if not step.together and (aside := _set_aside(folder, place, step.name, fingerprint(inputs))):
             say(f"{step.name} runs again; what was there is kept in {aside}")
-    elif entry["fingerprint"] != fingerprint(inputs):
-        aside = _set_aside(folder, place, step.name, entry["fingerprint"])
+    elif entry.fingerprint != fingerprint(inputs):
+        aside = _set_aside(folder, place, step.name, entry.fingerprint)
         kept = f"; the earlier result is kept in {aside}" if aside else ""
         warn(f"{step.name} runs again ({reason}){kept}")
     else:
         say(f"{step.name} goes on ({reason})")
-        if entry["state"] == ledger.DONE:
+        if entry.is_done:
             for name in Ledger(folder).damaged(step.name):
-                _set_aside(folder, folder / name, name, entry["fingerprint"])
+                _set_aside(folder, folder / name, name, entry.fingerprint)
 
 
 def _set_aside(folder: Path, place: Path, name: str, made_from: str) -> Path | None:

@@ -182,7 +182,7 @@ def stage_seconds(data: Data) -> dict[str, float]:
     seconds: dict[str, float] = {}
     for name, entry in data["steps"].items():
         stage = name.partition("/")[0]
-        seconds[stage] = seconds.get(stage, 0.0) + entry["seconds"]
+        seconds[stage] = seconds.get(stage, 0.0) + entry.seconds
     return {stage: seconds[stage] for stage in ledger.STAGES if stage in seconds}
 
 

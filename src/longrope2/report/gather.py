@@ -8,6 +8,7 @@ from longrope2 import ledger
 from longrope2.errors import FactorsError, LongRopeError
 from longrope2.evaluation.results import RESULTS, SCORE, grid_misfit
 from longrope2.factors import RescaleFactors
+from longrope2.records import RunRecord
 from longrope2.shapes import misfit
 from longrope2.training.progress import read_log, steps_in
 
@@ -34,25 +35,23 @@ VERIFIED = {...: [{"engine": str, "mode": str, "max_error": float | None, "verdi
 
 def gather(folder: Path) -> dict[str, Any]:
     """Everything the report and the summary are made of; what other options gave is not part of it."""
-    book = ledger.read_ledger(folder)
-    if book is None:
-        raise LongRopeError(f"{folder}: no run of `longrope2 extend` there", hint="give the folder named with -o")
-    steps = ledger.current_steps(book)
-    finished = [name for name, entry in steps.items() if entry["state"] == ledger.DONE]
+    book = ledger.require_ledger(folder)
+    steps, methods = book.current, book.recipe["methods"]
+    finished = [name for name, entry in steps.items() if entry.is_done]
     searched, trained = "search" in steps, "train" in steps
     factors = _factors(folder / ledger.FACTORS) if searched else None
-    scores, grids, evaluations = _evaluations(folder, book["recipe"]["methods"], finished)
+    scores, grids, evaluations = _evaluations(folder, methods, finished)
     log = read_log(folder / ledger.TRAINING_LOG) if trained and (folder / ledger.TRAINING_LOG).is_file() else []
     return {
         "name": folder.absolute().name,
-        "model": book["model"],
-        "revision": book["revision"],
-        "original_length": factors["original_length"] if factors else book.get("original_length"),
-        "target_length": book["target_length"],
-        "recipe": book["recipe"],
-        "versions": book["versions"],
+        "model": book.model,
+        "revision": book.revision,
+        "original_length": factors["original_length"] if factors else book.original_length,
+        "target_length": book.target_length,
+        "recipe": book.recipe,
+        "versions": book.versions,
         "steps": steps,
-        "outdated": [name for name in book["steps"] if name not in steps],
+        "outdated": [name for name in book.steps if name not in steps],
         "search": _json(folder / ledger.SEARCH, SEARCH) if searched else None,
         "factors": factors,
         "plan": _plan(folder / ledger.PLAN) if "data" in steps else None,
@@ -146,11 +145,11 @@ def _joined(before: dict[str, Any] | None, grid: dict[str, Any]) -> dict[str, An
     return {"lengths": lengths, "depths": grid["depths"], "cells": [list(row) for row in rows]}
 
 
-def _exports(folder: Path, finished: list[str], book: dict[str, Any]) -> list[dict[str, Any]]:
+def _exports(folder: Path, finished: list[str], book: RunRecord) -> list[dict[str, Any]]:
     if "export" not in finished:
         return []
     found = []
-    for place in book["steps"]["export"]["outputs"]:
+    for place in book.steps["export"].outputs or ():
         path = folder / place
         files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
         size = sum(file.stat().st_size for file in files if file.exists())

@@ -104,7 +104,7 @@ def _public(model: str) -> str:
 
 
 def _state(data: Data) -> str:
-    running = [name for name, entry in data["steps"].items() if entry["state"] != ledger.DONE]
+    running = [name for name, entry in data["steps"].items() if not entry.is_done]
     done = list(dict.fromkeys(name.partition("/")[0] for name in data["steps"] if name not in running))
     text = f"Done: {', '.join(done) or 'nothing yet'}."
     if set(running) - {"report"}:
