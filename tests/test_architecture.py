@@ -61,6 +61,12 @@ def test_importing_the_package_is_light():
     assert output.stdout.strip() == ""
 
 
+def test_an_evaluation_is_configured_without_torch():
+    code = "import sys, longrope2.evaluation.config; print(*{'torch', 'transformers', 'lm_eval'} & set(sys.modules))"
+    output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert output.stdout.strip() == ""
+
+
 def test_no_machine_paths_or_environment_as_interface():
     for file in PACKAGE.rglob("*.py"):
         text = file.read_text()

@@ -11,7 +11,7 @@ import pytest
 import longrope2
 from longrope2.books import read_books
 from longrope2.data.plan_command import read_config
-from longrope2.evaluation.run import EvaluationConfig
+from longrope2.evaluation.config import EvaluationConfig
 from longrope2.search.config import search_config
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "smollm2"

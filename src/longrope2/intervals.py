@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from scipy.special import stdtrit
 
 NORMAL_QUANTILE = 1.959963984540054  # of 0.975
+LARGEST_NLL = 700
+"""Of a token, whose perplexity is still a number."""
 
 
 def wilson(mean: float, count: float) -> tuple[float, float]:

@@ -16,12 +16,11 @@ from torch import Tensor
 
 from longrope2.attention import TrailingQueries, our_attention
 from longrope2.factors import RescaleFactors
+from longrope2.intervals import LARGEST_NLL
 from longrope2.needles import NeedleDocument, PlainDocument
 from longrope2.rotary import RescaledRotary, is_long, rescaled
 
 Objective = Literal["needle", "plain"]
-LARGEST_NLL = 700
-"""Of a token, whose perplexity is still a number."""
 MLP_ROWS = 32_768
 """How many positions go through an MLP at once: its inner width is what needs most memory at 128k."""
 LOGIT_ROWS = 2048

@@ -7,8 +7,9 @@ import torch
 
 from conftest import ORIGINAL_LENGTH, family_model
 from longrope2.errors import LongRopeError
-from longrope2.evaluation.backend import Prompt, Span, TorchBackend
+from longrope2.evaluation.backend import TorchBackend
 from longrope2.evaluation.decoding import RowsCache, last_token_attention
+from longrope2.evaluation.samples import Prompt, Span
 from longrope2.generation import switching
 from longrope2.kernels import reference_attention
 from longrope2.rotary import rescaled

@@ -16,9 +16,8 @@ from conftest import as_torchrun
 from longrope2.cli import main
 from longrope2.distributed import World
 from longrope2.errors import DataError
-from longrope2.evaluation.backend import Span
 from longrope2.evaluation.engine import Engine, Journal, plan_answers, plan_scores
-from longrope2.evaluation.samples import Sample
+from longrope2.evaluation.samples import Sample, Span
 from longrope2.journal import JournalError
 from longrope2.models import ASSETS
 from longrope2.perplexity import Score

@@ -14,10 +14,11 @@ import pytest
 from longrope2 import models
 from longrope2.cli import main
 from longrope2.errors import LongRopeError, MissingExtraError
-from longrope2.evaluation.backend import Prompt, Span
 from longrope2.evaluation.compare import compare, retention
+from longrope2.evaluation.config import SUITES, EvaluationConfig, lengths_for
 from longrope2.evaluation.results import Measured, accuracy, average, perplexity, with_averages
-from longrope2.evaluation.run import SUITES, EvaluationConfig, _described, lengths_for
+from longrope2.evaluation.run import _described
+from longrope2.evaluation.samples import Prompt, Span
 from longrope2.evaluation.table import TITLES, run_tables
 from longrope2.export.run import export
 from longrope2.files import only_one

@@ -13,7 +13,7 @@ from longrope2.data.buckets import Bucket, PlanConfig
 from longrope2.data.plan_command import parse_tokens
 from longrope2.data.recall import RecallConfig
 from longrope2.errors import LongRopeError
-from longrope2.evaluation.run import EvaluationConfig
+from longrope2.evaluation.config import EvaluationConfig
 from longrope2.models import describe
 from longrope2.pipeline.recipe import conforms, default_evaluations, presets, read_recipe
 from longrope2.pipeline.steps import Setting, make_steps, recipe_search

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from longrope2.attention import our_attention
 from longrope2.errors import LongRopeError
 from longrope2.evaluation.decoding import RowsCache, one_token_each, rows_attention
-from longrope2.evaluation.samples import cut_at_stop, digest
+from longrope2.evaluation.samples import Prompt, Span, cut_at_stop
 from longrope2.generation.run import Switch
 from longrope2.models import cached_values
 from longrope2.perplexity import LOGIT_ROWS, Score, head_logits, score_tokens, total
@@ -21,27 +20,6 @@ CACHE_SHARE = 0.5
 CPU_BATCH_TOKENS = 1 << 15
 # Enough to hide the cost of starting kernels for a small model, few enough to leave work for every process.
 BATCH_ROWS = 128
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prompt:
-    """Tokens to continue greedily."""
-
-    token_ids: Sequence[int]
-    max_new_tokens: int
-    stop: Sequence[str] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Span:
-    """Tokens to score: those from `start` on, given what stands before them."""
-
-    token_ids: Sequence[int]
-    start: int
-
-    def digest(self) -> str:
-        """What the likelihood depends on."""
-        return digest("likelihood", list(self.token_ids), self.start)
 
 
 class Backend(Protocol):

@@ -1,17 +1,18 @@
 """Perplexity of books by length: of one full window, and of a longer stretch through a sliding one."""
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from longrope2.books import long_enough, read_books
 from longrope2.errors import DataError
-from longrope2.evaluation.backend import Span
-from longrope2.evaluation.engine import Engine
 from longrope2.evaluation.results import Measured, Outcome, perplexity
-from longrope2.evaluation.samples import digest, encode
+from longrope2.evaluation.samples import Span, digest, encode
 from longrope2.evaluation.suites import Setup, Suite
-from longrope2.perplexity import total
+
+if TYPE_CHECKING:
+    from longrope2.evaluation.engine import Engine
 
 NAME = "perplexity"
 FULL, SLIDING = "full", "sliding"
@@ -76,8 +77,10 @@ def sliding(tokens: list[int], length: int) -> list[Span]:
 MODES = {FULL: full, SLIDING: sliding}
 
 
-def run(setup: Setup, engine: Engine) -> Outcome:
+def run(setup: Setup, engine: "Engine") -> Outcome:
     """All lengths, on the same books."""
+    from longrope2.perplexity import total
+
     texts = documents(setup)
     measured: list[Measured] = []
     for length in setup.lengths:

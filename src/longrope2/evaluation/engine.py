@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 from longrope2.console import ProgressLine
 from longrope2.distributed import World
 from longrope2.errors import DataError
-from longrope2.evaluation.backend import Backend, Prompt, Span
-from longrope2.evaluation.samples import Sample, digest, prompt_tokens
+from longrope2.evaluation.backend import Backend
+from longrope2.evaluation.samples import Prompt, Sample, Span, digest, prompt_tokens
 from longrope2.journal import JournalFile
 from longrope2.perplexity import Score
 

@@ -9,14 +9,16 @@ import re
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from longrope2.errors import DataError
-from longrope2.evaluation.engine import Engine
 from longrope2.evaluation.results import Outcome, answered, by_task, with_averages
 from longrope2.evaluation.ruler.prompt import chat_frame
 from longrope2.evaluation.samples import Sample, encode, most_that_fit, read_rows, truncate_middle
 from longrope2.evaluation.suites import Setup, Suite, data_folder, existing
+
+if TYPE_CHECKING:
+    from longrope2.evaluation.engine import Engine
 
 NAME = "infinitebench"
 KEY_VALUE, CHOICE = "kv_retrieval", "longbook_choice_eng"
@@ -155,7 +157,7 @@ def check(setup: Setup) -> None:
         MAKERS[task](setup.trial, setup.trial.lengths[0])
 
 
-def run(setup: Setup, engine: Engine) -> Outcome:
+def run(setup: Setup, engine: "Engine") -> Outcome:
     """At the longest length."""
     samples = [sample for task in setup.tasks for sample in MAKERS[task](setup, setup.lengths[0])]
     return Outcome(measured=with_averages(by_task(samples, answered(samples, engine, NAME), METRICS)))

@@ -9,14 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from longrope2.errors import DataError
-from longrope2.evaluation.engine import Engine
 from longrope2.evaluation.results import Outcome, answered, by_task, with_averages
 from longrope2.evaluation.ruler.prompt import chat_frame
 from longrope2.evaluation.samples import Sample, read_rows
 from longrope2.evaluation.suites import Setup, Suite, data_folder, existing
+
+if TYPE_CHECKING:
+    from longrope2.evaluation.engine import Engine
 
 NAME = "loft"
 NEW_TOKENS = 512
@@ -232,7 +234,7 @@ def check(setup: Setup) -> None:
         loft_samples(replace(setup, samples=1), task, setup.lengths[0])
 
 
-def run(setup: Setup, engine: Engine) -> Outcome:
+def run(setup: Setup, engine: "Engine") -> Outcome:
     """At the longest length."""
     measured = []
     for task in setup.tasks:

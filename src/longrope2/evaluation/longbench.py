@@ -11,11 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from longrope2.evaluation.engine import Engine
 from longrope2.evaluation.results import Outcome, answered, by_task, with_averages
 from longrope2.evaluation.samples import Sample, Scorer, read_rows, truncate_middle
 from longrope2.evaluation.suites import Setup, Suite, data_folder, existing
+
+if TYPE_CHECKING:
+    from longrope2.evaluation.engine import Engine
 
 NAME = "longbench"
 
@@ -152,7 +155,7 @@ def check(setup: Setup) -> None:
         longbench_samples(setup.trial, task, setup.trial.lengths[0])
 
 
-def run(setup: Setup, engine: Engine) -> Outcome:
+def run(setup: Setup, engine: "Engine") -> Outcome:
     """At the longest length."""
     samples = [sample for task in setup.tasks for sample in longbench_samples(setup, task, setup.lengths[0])]
     metrics = {name: task.metric for name, task in TASKS.items()}

@@ -2,17 +2,19 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from longrope2 import needles
 from longrope2.books import read_books
 from longrope2.errors import DataError
-from longrope2.evaluation.engine import Engine
 from longrope2.evaluation.results import Measured, Outcome, accuracy, answered, by_task
 from longrope2.evaluation.ruler.prompt import chat_frame
 from longrope2.evaluation.samples import Sample, encode
 from longrope2.evaluation.suites import Setup, Suite
 from longrope2.needles import MOST_DOCUMENTS, PAPER_TEMPLATE, NeedleDocument, make_needles
+
+if TYPE_CHECKING:
+    from longrope2.evaluation.engine import Engine
 
 DEPTHS = tuple(tenth / 10 for tenth in range(11))
 RUNS = 10
@@ -87,7 +89,7 @@ def check(setup: Setup) -> None:
     _documents(setup, setup.lengths[0], count=1)
 
 
-def run(setup: Setup, engine: Engine) -> Outcome:
+def run(setup: Setup, engine: "Engine") -> Outcome:
     """All lengths; the grid has a cell for each length and depth."""
     measured: list[Measured] = []
     cells = {}

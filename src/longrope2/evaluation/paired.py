@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from longrope2.evaluation.results import AVERAGE, Measured
-from longrope2.intervals import paired, student
-from longrope2.perplexity import LARGEST_NLL
+from longrope2.intervals import LARGEST_NLL, paired, student
 
 POINTS, PERCENT = "points more", "percent more"
 """The metrics of a difference: of two scores, and of two perplexities."""

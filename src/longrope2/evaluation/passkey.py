@@ -3,14 +3,16 @@
 import random
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from longrope2.errors import DataError
-from longrope2.evaluation.engine import Engine
 from longrope2.evaluation.results import Outcome, answered, by_task
 from longrope2.evaluation.ruler.prompt import chat_frame
 from longrope2.evaluation.samples import Sample, encode, most_that_fit
 from longrope2.evaluation.suites import Setup, Suite
+
+if TYPE_CHECKING:
+    from longrope2.evaluation.engine import Engine
 
 NAME = "passkey"
 COUNT, NEW_TOKENS = 50, 6
@@ -78,7 +80,7 @@ def check(setup: Setup) -> None:
     passkey_samples(setup.trial, setup.trial.lengths[-1])
 
 
-def run(setup: Setup, engine: Engine) -> Outcome:
+def run(setup: Setup, engine: "Engine") -> Outcome:
     """All lengths."""
     measured = []
     for length in setup.lengths:

@@ -4,13 +4,15 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from longrope2.evaluation.engine import Engine
 from longrope2.evaluation.samples import Sample, digest
-from longrope2.intervals import mean_of_means, student, wilson
-from longrope2.perplexity import LARGEST_NLL, Score, total
+from longrope2.intervals import LARGEST_NLL, mean_of_means, student, wilson
 from longrope2.shapes import misfit
+
+if TYPE_CHECKING:
+    from longrope2.evaluation.engine import Engine
+    from longrope2.perplexity import Score
 
 RESULTS = "results.json"
 AVERAGE = "average"
@@ -132,18 +134,17 @@ def average(parts: Sequence[Measured]) -> Measured:
     )
 
 
-def perplexity(scores: Sequence[Score], *, suite: str, task: str, length: int, asked: str) -> Measured:
+def perplexity(scores: "Sequence[Score]", *, suite: str, task: str, length: int, asked: str) -> Measured:
     """Each token counts the same; the interval is Student's, of the documents' mean log-likelihoods."""
     means = [score.nll / score.num_tokens for score in scores]
     ends = student(means)
-    value = total(scores).perplexity
     low, high = (None, None) if ends is None else (_finite_exp(end) for end in ends)
     return Measured(
         suite=suite,
         task=task,
         length=length,
         metric="perplexity",
-        score=value if math.isfinite(value) else None,
+        score=_finite_exp(sum(score.nll for score in scores) / sum(score.num_tokens for score in scores)),
         samples=len(scores),
         low=low,
         high=high,
@@ -155,7 +156,7 @@ def _finite_exp(value: float) -> float | None:
     return math.exp(value) if value < LARGEST_NLL else None
 
 
-def answered(samples: Sequence[Sample], engine: Engine, label: str) -> list[float]:
+def answered(samples: Sequence[Sample], engine: "Engine", label: str) -> list[float]:
     """Run samples and score the answers."""
     scores = []
     for sample, answer in zip(samples, engine.answers(samples, label), strict=True):

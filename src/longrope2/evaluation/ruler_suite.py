@@ -3,14 +3,17 @@
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from longrope2.errors import DataError
-from longrope2.evaluation.engine import Engine
 from longrope2.evaluation.results import Outcome, answered, by_task, with_averages
 from longrope2.evaluation.ruler import TASKS, make_all, make_samples, score, unavailable
 from longrope2.evaluation.ruler.generate import check as check_request
 from longrope2.evaluation.samples import Sample
 from longrope2.evaluation.suites import Setup, Suite, data_folder
+
+if TYPE_CHECKING:
+    from longrope2.evaluation.engine import Engine
 
 NAME = "ruler"
 COUNT = 100
@@ -81,7 +84,7 @@ def check(setup: Setup) -> None:
         )
 
 
-def run(setup: Setup, engine: Engine) -> Outcome:
+def run(setup: Setup, engine: "Engine") -> Outcome:
     """All lengths, longest first."""
     sources = find_sources(setup)
     for note in sources.notes:
@@ -93,7 +96,7 @@ def run(setup: Setup, engine: Engine) -> Outcome:
     return Outcome(measured=with_averages(measured), notes=sources.notes)
 
 
-def ruler_samples(setup: Setup, engine: Engine, sources: Sources, length: int) -> list[Sample]:
+def ruler_samples(setup: Setup, engine: "Engine", sources: Sources, length: int) -> list[Sample]:
     """The samples of one length, made by the main process and read by the others."""
 
     def make() -> list[Sample]:

@@ -47,6 +47,27 @@ class Sample:
         return digest("answer", prompt, self.max_new_tokens, self.stop)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """Tokens to continue greedily."""
+
+    token_ids: Sequence[int]
+    max_new_tokens: int
+    stop: Sequence[str] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """Tokens to score: those from `start` on, given what stands before them."""
+
+    token_ids: Sequence[int]
+    start: int
+
+    def digest(self) -> str:
+        """What the likelihood depends on."""
+        return digest("likelihood", list(self.token_ids), self.start)
+
+
 def prompt_tokens(tokenizer: Any, samples: Sequence[Sample]) -> list[list[int]]:
     """Prompts as the model gets them; texts all at once, since a tokenizer takes many on many cores."""
     texts = [sample.prompt for sample in samples if isinstance(sample.prompt, str)]

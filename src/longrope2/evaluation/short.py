@@ -5,14 +5,16 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from longrope2.errors import LongRopeError, require
-from longrope2.evaluation.engine import Engine
 from longrope2.evaluation.results import Measured, Outcome, accuracy, with_averages
 from longrope2.evaluation.samples import digest
 from longrope2.evaluation.short_data import local_tasks
 from longrope2.evaluation.suites import Setup, Suite, chosen
+
+if TYPE_CHECKING:
+    from longrope2.evaluation.engine import Engine
 
 NAME = "short"
 # What the paper reports, and with how many examples the field runs them; the others say so themselves.
@@ -22,7 +24,7 @@ METRICS = {"hellaswag": "acc_norm", "mmlu_pro": "exact_match", "gsm8k": "exact_m
 WINDOW = 4096
 
 
-def run(setup: Setup, engine: Engine) -> Outcome:
+def run(setup: Setup, engine: "Engine") -> Outcome:
     """Each task on its own, within the paper's 4,096 tokens."""
     lm_eval = require("lm_eval", extra="eval", purpose="suite short")
     from lm_eval.tasks import TaskManager

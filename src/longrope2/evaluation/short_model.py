@@ -8,9 +8,8 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from longrope2.errors import LongRopeError
-from longrope2.evaluation.backend import Span
 from longrope2.evaluation.engine import Engine
-from longrope2.evaluation.samples import Sample
+from longrope2.evaluation.samples import Sample, Span
 
 NEW_TOKENS = 256  # the harness's own default
 

@@ -4,11 +4,13 @@ import difflib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from longrope2.errors import DataError, LongRopeError
-from longrope2.evaluation.engine import Engine
 from longrope2.evaluation.results import Outcome
+
+if TYPE_CHECKING:
+    from longrope2.evaluation.engine import Engine
 
 MOST_LISTED = 40
 ROOMY = 1 << 14
@@ -65,7 +67,7 @@ class Suite:
     name: str
     tasks: tuple[str, ...]
     """All it has; none where the names belong to another program."""
-    run: Callable[[Setup, Engine], Outcome]
+    run: "Callable[[Setup, Engine], Outcome]"
     any_task: bool = False
     """Whether it takes names beyond `tasks`."""
     most_samples: int | None = None

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from longrope2.errors import LongRopeError, require
-from longrope2.evaluation.backend import Prompt, Span
-from longrope2.evaluation.samples import cut_at_stop
+from longrope2.evaluation.samples import Prompt, Span, cut_at_stop
 from longrope2.models import ModelInfo, pretrained_source
 from longrope2.perplexity import Score
 

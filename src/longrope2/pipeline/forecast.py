@@ -16,7 +16,7 @@ from longrope2.console import duration, show_table
 from longrope2.data.plan import read_plan
 from longrope2.errors import LongRopeError
 from longrope2.evaluation import book_perplexity, niah, passkey, ruler_suite
-from longrope2.evaluation.run import EvaluationConfig, lengths_for
+from longrope2.evaluation.config import EvaluationConfig, lengths_for
 from longrope2.methods import METHODS
 from longrope2.pipeline.recipe import ExportOptions
 from longrope2.pipeline.steps import DATA_PATHS, Setting, Step, planned_rows, recipe_search

@@ -15,7 +15,7 @@ from longrope2.data.plan_command import PLAN_KEYS
 from longrope2.data.recall import RecallConfig
 from longrope2.data.sources import Source, beside
 from longrope2.errors import LongRopeError, all_problems
-from longrope2.evaluation.run import EvaluationConfig
+from longrope2.evaluation.config import EvaluationConfig
 from longrope2.export.config import Profile
 from longrope2.export.engines import Format
 from longrope2.methods import METHODS
