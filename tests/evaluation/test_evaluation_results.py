@@ -7,9 +7,11 @@ import shutil
 import sys
 import types
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from longrope2 import models
 from longrope2.cli import main
@@ -41,7 +43,6 @@ def measured(suite, task, length, score, samples=20, **options) -> Measured:
 
 @pytest.mark.parametrize(("right", "count"), [(0, 1), (0, 20), (5, 10), (19, 20), (20, 20), (333, 1000)])
 def test_wilson_against_scipy(right, count):
-    stats = pytest.importorskip("scipy.stats")
     expected = stats.binomtest(right, count).proportion_ci(method="wilson")
     assert wilson(right / count, count) == pytest.approx((expected.low, expected.high), abs=1e-12)
 
@@ -53,7 +54,6 @@ def test_rounding_leaves_no_mean_outside_its_interval(count):
 
 
 def test_student_against_scipy():
-    stats = pytest.importorskip("scipy.stats")
     for count in (2, 4, 30):
         values = np.random.default_rng(count).normal(3, 2, count)
         expected = stats.t.interval(0.95, count - 1, loc=np.mean(values), scale=stats.sem(values))
@@ -73,6 +73,29 @@ def test_an_average_over_equal_tasks_is_as_sure_as_all_their_scores():
     assert (both.low, both.high) == pytest.approx(tuple(100 * end for end in wilson(0.75, 40)))
 
 
+@pytest.mark.parametrize("counts", [(100,), (20,) * 13, (20, 200)])
+def test_the_interval_of_an_average_holds_the_truth_at_least_nineteen_times_of_twenty(counts):
+    rng = np.random.default_rng(0)
+    chances = [0.9 if task % 2 == 0 else 0.4 for task in range(len(counts))]
+    held = 0
+    for _ in range(600):
+        means = [rng.binomial(size, chance) / size for size, chance in zip(counts, chances, strict=True)]
+        low, high = wilson(*mean_of_means(means, counts))
+        held += low <= sum(chances) / len(chances) <= high
+    assert 0.93 <= held / 600 <= 1
+
+
+def test_fractions_of_an_answer_vary_less_than_right_and_wrong():
+    """So Wilson's interval is too wide for them, which is the safe side."""
+    rng = np.random.default_rng(0)
+    drawn = [rng.beta(2, 1, 50) for _ in range(600)]
+    ends = [wilson(scores.mean(), len(scores)) for scores in drawn]
+    assert sum(low <= 2 / 3 <= high for low, high in ends) / 600 > 0.99
+    assert all(
+        high - low > np.subtract(*student(scores)[::-1]) for scores, (low, high) in zip(drawn, ends, strict=True)
+    )
+
+
 def test_accuracy_and_perplexity():
     found = accuracy([1.0, 0.5, 0.0, 1.0], suite="s", task="t", length=8, metric="m")
     assert (found.score, found.samples) == (62.5, 4)
@@ -83,6 +106,23 @@ def test_accuracy_and_perplexity():
     assert book.low < book.score < book.high
     assert perplexity(scores[:1], suite="s", task="t", length=8, asked="x").low is None
     assert perplexity([Score(math.inf, 1, exact=False)], suite="s", task="t", length=8, asked="x").score is None
+
+
+def test_stored_results_have_the_intervals_that_their_values_give():
+    """Of the SmolLM2 comparison, measured on a GPU by an earlier release; its values are rounded."""
+    checked = 0
+    for path in sorted((Path(__file__).parents[2] / "results/smollm2/rows").glob("*.json")):
+        run = json.loads(path.read_text())
+        stored = {f"{score['suite']}/{score['task']}/{score['length']}": score for score in run["scores"]}
+        for place, found in run.get("values", {}).items():
+            score = stored[place]
+            if score["metric"] == "perplexity":
+                ends = np.exp(student(found["values"]))
+            else:
+                ends = 100 * np.array(wilson(np.mean(found["values"]), len(found["values"])))
+            assert ends == pytest.approx((score["low"], score["high"]), rel=1e-5, abs=1e-5), (path.name, place)
+            checked += 1
+    assert checked > 400
 
 
 def test_averages_follow_their_length():
