@@ -4,6 +4,7 @@ import json
 import math
 import os
 import shutil
+import subprocess
 import sys
 import types
 from dataclasses import replace
@@ -163,6 +164,34 @@ def write_run(folder, name, scores, *, factors=None, grids=None, notes=()) -> No
         "scores": [score.to_json() for score in scores],
     }  # fmt: skip
     (folder / "results.json").write_text(json.dumps(result))
+
+
+HEAVY = ["torch", "transformers", "tokenizers", "scipy", "matplotlib", "lm_eval", "datasets", "pandas", "nltk"]
+READING = f"""
+import sys, time
+sys.argv = ["longrope2", "compare", *sys.argv[1:]]
+from longrope2.cli import main
+try:
+    main()
+finally:
+    print(time.process_time(), *set({HEAVY!r}) & set(sys.modules), file=sys.stderr)
+"""
+
+
+def test_comparing_starts_at_once(tmp_path):
+    """Under half a second of one core where nothing else runs, and here, where tests do, under a whole one."""
+    for name in "ab":
+        scores = [measured("ruler", "vt", 4096, 50.0), measured("perplexity", "full", 4096, 9.0)]
+        write_run(tmp_path / name, name, scores, notes=["n"])
+    least = math.inf
+    for _ in range(3):
+        command = [sys.executable, "-c", READING, str(tmp_path / "a"), str(tmp_path / "b")]
+        result = subprocess.run(command, check=True, capture_output=True, text=True)
+        assert "Perplexity of books" in result.stdout
+        seconds, *heavy = result.stderr.split()
+        assert heavy == []
+        least = min(least, float(seconds))
+    assert least < 1
 
 
 @pytest.fixture
