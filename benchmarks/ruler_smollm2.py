@@ -19,9 +19,9 @@ from common import RESULTS, arguments, report
 
 from longrope2.distributed import World
 from longrope2.evaluation.backend import TorchBackend
-from longrope2.evaluation.engine import Engine, Journal
+from longrope2.evaluation.engine import EvaluationEngine, EvaluationJournal
 from longrope2.evaluation.ruler import TASKS, make_samples, score
-from longrope2.evaluation.samples import Sample, read_rows
+from longrope2.evaluation.suite import Sample, read_rows
 from longrope2.factors import RescaleFactors
 from longrope2.generation import load as load_switching
 from longrope2.models import describe, load, load_tokenizer
@@ -76,9 +76,9 @@ def ours(model, tokenizer, factors: RescaleFactors, samples: list[Sample]) -> tu
     """Seconds of everything from text to kept answers."""
     backend = TorchBackend(load_switching(model, factors), tokenizer, window=factors.target_length)
     with tempfile.TemporaryDirectory() as folder:
-        warm = Engine(backend, Journal(None, {}), ALONE)
+        warm = EvaluationEngine(backend, EvaluationJournal(None, {}), ALONE)
         warm.answers(samples[:1], "warm-up")  # chooses the attention kernel
-        engine = Engine(backend, Journal(Path(folder) / "generations.jsonl", {}), ALONE)
+        engine = EvaluationEngine(backend, EvaluationJournal(Path(folder) / "generations.jsonl", {}), ALONE)
         start = now()
         answers = engine.answers(samples, "ours")
         return now() - start, answers

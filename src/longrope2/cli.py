@@ -509,7 +509,20 @@ def train(model: str, estimate: bool, gpus: int, gpu: str, target_length: int | 
         run_train(model, **options)
 
 
-@cli.command()
+class Evaluate(click.Command):
+    """Its help lists the suites there are, which are asked for only then."""
+
+    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """With the suites in their place."""
+        from longrope2.evaluation.suites import listed
+
+        template = self.help or ""
+        self.help = template.format(suites=listed())
+        super().format_help_text(ctx, formatter)
+        self.help = template
+
+
+@cli.command(cls=Evaluate)
 @model_argument
 @option("--suite", "suites", type=NAMES, required=True, help="One or more, comma-separated.")
 @option("-o", "--output", required=True, type=FOLDER, help="For results.json, every answer and figures.")
@@ -538,8 +551,7 @@ def train(model: str, estimate: bool, gpus: int, gpu: str, target_length: int | 
 def evaluate(model: str, output: Path, **options: Any) -> None:
     """Measure a model: RULER, needles, perplexity, short tasks.
 
-    Suites: ruler, niah (needle in a haystack), passkey, perplexity (of books), infinitebench, longbench, loft, and
-    short (any task of lm-evaluation-harness).
+    Suites: {suites}.
 
     Run it again after an interruption, with the same options, and it goes on where it was. On several GPUs:
     torchrun --nproc-per-node 8 -m longrope2 evaluate …

@@ -1,9 +1,13 @@
 """The few exceptions a user may meet, each with a hint at the next step."""
 
+import difflib
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import ModuleType, NoneType, UnionType
 from typing import Literal, Union, get_args, get_origin, get_type_hints
+
+MOST_LISTED = 40
+"""Names that a hint lists before it only counts them."""
 
 
 class LongRopeError(Exception):
@@ -80,6 +84,19 @@ def unknown_choices(config: object) -> list[str]:
             if value not in words and not (value is None and optional):
                 found.append(f"{name} must be {' or '.join(map(repr, words))}, got {value!r}")
     return found
+
+
+def chosen(kind: str, names: Iterable[str], known: Iterable[str]) -> list[str]:
+    """The names, in order and once each; an unknown one is refused with the nearest that exists."""
+    known = list(known)
+    names = list(dict.fromkeys(names))
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            guess = f"did you mean '{near[0]}'? " if near else ""
+            listed = f"there are {', '.join(known)}" if len(known) <= MOST_LISTED else f"there are {len(known):,}"
+            raise LongRopeError(f"{kind} {name!r} is not known", hint=guess + listed)
+    return names
 
 
 def require(module: str, *, extra: str, purpose: str) -> ModuleType:

@@ -9,7 +9,7 @@ from conftest import ORIGINAL_LENGTH, family_model
 from longrope2.errors import LongRopeError
 from longrope2.evaluation.backend import TorchBackend
 from longrope2.evaluation.decoding import RowsCache, last_token_attention
-from longrope2.evaluation.samples import Prompt, Span
+from longrope2.evaluation.suite import Prompt, TextSpan
 from longrope2.generation import switching
 from longrope2.kernels import reference_attention
 from longrope2.rotary import rescaled
@@ -191,7 +191,7 @@ def test_scores_of_texts_of_different_lengths(family):
     factors = make_factors(plain, **SIDES)
     backend = recording(switching(family_model(family), factors))
     spans = [
-        Span(token_ids=tokens_of(length, seed=length)[0].tolist(), start=start)
+        TextSpan(token_ids=tokens_of(length, seed=length)[0].tolist(), start=start)
         for length, start in ((12, 1), (ORIGINAL_LENGTH + 8, 30), (2, 1), (ORIGINAL_LENGTH, 31))
     ]
     for span, score in zip(spans, backend.score(spans), strict=True):
@@ -212,7 +212,7 @@ def test_a_text_is_long_once_more_tokens_are_run_than_the_switch():
         with torch.no_grad():
             logits = model(tokens[:, :-1]).logits[0].double()
         expected = -logits.log_softmax(-1).gather(-1, tokens[0, 1:, None]).sum().item()
-        found = recording(model).score([Span(token_ids=tokens[0].tolist(), start=1)])[0]
+        found = recording(model).score([TextSpan(token_ids=tokens[0].tolist(), start=1)])[0]
         assert found.nll == pytest.approx(expected, rel=1e-5)
 
 
@@ -225,7 +225,7 @@ def test_a_greedy_continuation_is_exact_and_answers_to_one_question_share_a_row(
     model.base_model.register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(kwargs.get("input_ids")), with_kwargs=True
     )
-    spans = [Span(token_ids=[*question, token], start=10) for token in (best, 5, 6, 7)]
+    spans = [TextSpan(token_ids=[*question, token], start=10) for token in (best, 5, 6, 7)]
     scores = backend.score(spans)
     assert [score.exact for score in scores] == [token == best for token in (best, 5, 6, 7)]
     assert math.fsum(math.exp(-score.nll) for score in scores) < 1
@@ -234,7 +234,7 @@ def test_a_greedy_continuation_is_exact_and_answers_to_one_question_share_a_row(
 
 def test_logits_come_in_pieces(monkeypatch):
     backend = recording(family_model("llama"))
-    span = Span(token_ids=tokens_of(30)[0].tolist(), start=3)
+    span = TextSpan(token_ids=tokens_of(30)[0].tolist(), start=3)
     whole = backend.score([span])[0]
     monkeypatch.setattr("longrope2.evaluation.backend.LOGIT_ROWS", 4)
     assert backend.score([span])[0].nll == pytest.approx(whole.nll, rel=1e-6)
@@ -251,4 +251,4 @@ def test_out_of_memory_says_what_to_do(monkeypatch):
         backend.answer([prompt_of(9)])
     assert "--batch-tokens" in caught.value.hint
     with pytest.raises(LongRopeError, match="out of memory while scoring"):
-        backend.score([Span(token_ids=[1, 2, 3], start=1)])
+        backend.score([TextSpan(token_ids=[1, 2, 3], start=1)])

@@ -16,8 +16,8 @@ from conftest import as_torchrun
 from longrope2.cli import main
 from longrope2.distributed import World
 from longrope2.errors import DataError
-from longrope2.evaluation.engine import Engine, Journal, plan_answers, plan_scores
-from longrope2.evaluation.samples import Sample, Span
+from longrope2.evaluation.engine import EvaluationEngine, EvaluationJournal, plan_answers, plan_scores
+from longrope2.evaluation.suite import Sample, TextSpan
 from longrope2.journal import JournalError
 from longrope2.models import ASSETS
 from longrope2.perplexity import Score
@@ -61,8 +61,8 @@ def sample(text, *, task="t", length=20, index=0, new_tokens=2, **options) -> Sa
     )  # fmt: skip
 
 
-def engine(backend, path=None, header=None, **options) -> Engine:
-    return Engine(backend, Journal(path, header or {"model": "m"}), ALONE, **options)
+def engine(backend, path=None, header=None, **options) -> EvaluationEngine:
+    return EvaluationEngine(backend, EvaluationJournal(path, header or {"model": "m"}), ALONE, **options)
 
 
 def entries(path, kind="answer") -> list[dict]:
@@ -94,7 +94,7 @@ def test_more_samples_leave_earlier_batches_alone():
 
 def test_spans_of_like_length_share_a_forward():
     lengths = [3, 9, 4, 10, 3, 30]
-    spans = [Span(token_ids=[1] * length, start=1) for length in lengths]
+    spans = [TextSpan(token_ids=[1] * length, start=1) for length in lengths]
     batches = plan_scores(spans, 20)
     assert sorted(index for batch in batches for index in batch) == list(range(6))
     assert [[lengths[index] for index in batch] for batch in batches] == [[30], [10, 9], [4, 3, 3]]
@@ -136,7 +136,7 @@ def test_nothing_is_computed_twice_and_a_batch_cut_short_runs_again_whole(tmp_pa
 
 def test_likelihoods_are_kept_too(tmp_path):
     path = tmp_path / "generations.jsonl"
-    spans = [Span(token_ids=[1, 2], start=1), Span(token_ids=[1, 3], start=1)]
+    spans = [TextSpan(token_ids=[1, 2], start=1), TextSpan(token_ids=[1, 3], start=1)]
     first = engine(Echo(), path).scores(spans, "l")
     again = Echo()
     assert engine(again, path).scores(spans, "l") == first
@@ -146,7 +146,7 @@ def test_likelihoods_are_kept_too(tmp_path):
     assert len(small.batches) == 2  # as many tokens as --batch-tokens allows, where memory is short
     infinite = Echo()
     infinite.score = lambda spans: [Score(float("inf"), 1, exact=False) for _ in spans]
-    spans = [Span(token_ids=[9, 9], start=1)]
+    spans = [TextSpan(token_ids=[9, 9], start=1)]
     assert engine(infinite, path).scores(spans, "l") == engine(again, path).scores(spans, "l")
 
 

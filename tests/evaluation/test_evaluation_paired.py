@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from longrope2.errors import LongRopeError
-from longrope2.evaluation.compare import compare
-from longrope2.evaluation.paired import PERCENT, POINTS, differences
+from longrope2.evaluation.compare import compare, differences
 from longrope2.evaluation.results import accuracy, perplexity
+from longrope2.evaluation.table import PERCENT, POINTS
 from longrope2.intervals import paired
 from longrope2.perplexity import Score
 

@@ -17,12 +17,12 @@ from scipy import stats
 from longrope2 import models
 from longrope2.cli import main
 from longrope2.errors import LongRopeError, MissingExtraError
-from longrope2.evaluation.compare import compare, retention
-from longrope2.evaluation.config import SUITES, EvaluationConfig, lengths_for
+from longrope2.evaluation.compare import compare
+from longrope2.evaluation.config import EvaluationConfig, lengths_for
 from longrope2.evaluation.results import Measured, accuracy, average, perplexity, with_averages
 from longrope2.evaluation.run import _described
-from longrope2.evaluation.samples import Prompt, Span
-from longrope2.evaluation.table import TITLES, run_tables
+from longrope2.evaluation.suite import Prompt, TextSpan
+from longrope2.evaluation.table import retention, run_tables
 from longrope2.export.run import export
 from longrope2.files import only_one
 from longrope2.intervals import mean_of_means, student, wilson
@@ -148,10 +148,6 @@ def test_tasks_are_rows_and_lengths_columns():
     assert short.columns == ["task", "samples", "score"]
     assert short.rows == [["MMLU", "114", "30.0 (22.4–39.0)"]]
     assert ruler.markdown().splitlines()[2:4] == ["| task | samples | 4k | 8k |", "| --- | ---: | ---: | ---: |"]
-
-
-def test_every_suite_has_a_title():
-    assert set(TITLES) == set(SUITES)
 
 
 # Comparisons
@@ -490,7 +486,7 @@ def test_vllm_is_asked_as_it_wants(monkeypatch):
     assert asked["prompts"] == [{"prompt_token_ids": [1, 2]}]
     assert asked["parameters"] == [{"temperature": 0.0, "max_tokens": 3, "stop": [";"]}]
     with pytest.raises(LongRopeError, match="do not run on vLLM"):
-        backend.score([Span(token_ids=[1, 2], start=1)])
+        backend.score([TextSpan(token_ids=[1, 2], start=1)])
 
 
 def test_a_vllm_that_does_not_start_gives_one_message(monkeypatch):

@@ -8,8 +8,8 @@ from ruler_fixtures import question_files
 
 from longrope2.distributed import World
 from longrope2.errors import DataError
-from longrope2.evaluation import ruler_suite
-from longrope2.evaluation.suites import Setup
+from longrope2.evaluation.suite import Setup
+from longrope2.evaluation.suites import ruler
 from longrope2.models import describe, load_tokenizer
 
 
@@ -43,7 +43,7 @@ def setup_of(tmp_path, *tasks, **options) -> Setup:
 def test_tasks_without_questions_are_left_out_and_named(tmp_path):
     engine = Knowing({"vt"})
     said = []
-    outcome = ruler_suite.run(setup_of(tmp_path, "vt", "fwe", "qa_1", note=said.append), engine)
+    outcome = ruler.run(setup_of(tmp_path, "vt", "fwe", "qa_1", note=said.append), engine)
     found = [(part.length, part.task, part.score, part.samples) for part in outcome.measured]
     assert found == [
         (1024, "vt", 100.0, 2), (1024, "fwe", 0.0, 2), (1024, "average", 50.0, 4),
@@ -58,7 +58,7 @@ def test_tasks_without_questions_are_left_out_and_named(tmp_path):
     assert sample.max_new_tokens == 30
     assert sample.prompt.endswith("they are: ")
     files = sorted(path.stat().st_mtime_ns for path in (tmp_path / "samples").iterdir())
-    ruler_suite.run(setup_of(tmp_path, "vt", "fwe"), engine)
+    ruler.run(setup_of(tmp_path, "vt", "fwe"), engine)
     assert sorted(path.stat().st_mtime_ns for path in (tmp_path / "samples").iterdir()) == files  # made once
 
 
@@ -68,21 +68,21 @@ def test_files_are_found_packed_and_by_either_name(tmp_path):
     with gzip.open(folder / "dev-v2.0.json.gz", "wt") as file:
         json.dump({}, file)
     (folder / "hotpotqa.json").write_text("[]")
-    assert ruler_suite._find(folder, ruler_suite.QUESTIONS["qa_1"]) == folder / "dev-v2.0.json.gz"
-    assert ruler_suite._find(folder, ruler_suite.QUESTIONS["qa_2"]) == folder / "hotpotqa.json"
-    assert ruler_suite._find(None, ("x",)) is None
+    assert ruler._find(folder, ruler.QUESTIONS["qa_1"]) == folder / "dev-v2.0.json.gz"
+    assert ruler._find(folder, ruler.QUESTIONS["qa_2"]) == folder / "hotpotqa.json"
+    assert ruler._find(None, ("x",)) is None
     with pytest.raises(DataError, match=r"dev-v2.0.json.gz: not in the format of squad"):
-        ruler_suite.run(setup_of(tmp_path, "qa_1", data=tmp_path / "data"), Knowing(set()))
+        ruler.run(setup_of(tmp_path, "qa_1", data=tmp_path / "data"), Knowing(set()))
 
 
 @pytest.mark.parametrize(("samples", "asked"), [(9, "9"), (None, "100")])
 def test_too_few_questions_are_known_before_the_model_is_loaded(tmp_path, samples, asked):
     question_files(tmp_path)
     with pytest.raises(DataError, match=rf"squad\.json: \d questions, {asked} asked for"):
-        ruler_suite.check(setup_of(tmp_path, "qa_1", samples=samples, data=tmp_path))
+        ruler.check(setup_of(tmp_path, "qa_1", samples=samples, data=tmp_path))
 
 
 def test_nothing_to_run_is_an_error(tmp_path):
     with pytest.raises(DataError, match=r"nothing of RULER can be run: qa_2 needs HotpotQA's") as caught:
-        ruler_suite.run(setup_of(tmp_path, "qa_2"), Knowing(set()))
+        ruler.run(setup_of(tmp_path, "qa_2"), Knowing(set()))
     assert "--data" in caught.value.hint

@@ -9,9 +9,9 @@ import pytest
 from longrope2.distributed import World
 from longrope2.errors import DataError, LongRopeError
 from longrope2.evaluation.backend import TorchBackend
-from longrope2.evaluation.engine import Engine, Journal
+from longrope2.evaluation.engine import EvaluationEngine, EvaluationJournal
 from longrope2.evaluation.short_data import local_tasks
-from longrope2.evaluation.suites import Setup
+from longrope2.evaluation.suite import Setup
 from longrope2.models import load
 
 pytest.importorskip("lm_eval")
@@ -53,8 +53,8 @@ def data(tmp_path) -> Path:
     return tmp_path
 
 
-def engine_of(tiny, path=None) -> Engine:
-    return Engine(TorchBackend(tiny.model, tiny.tokenizer, window=256), Journal(path, {}), ALONE)
+def engine_of(tiny, path=None) -> EvaluationEngine:
+    return EvaluationEngine(TorchBackend(tiny.model, tiny.tokenizer, window=256), EvaluationJournal(path, {}), ALONE)
 
 
 def setup_of(tiny, data, *tasks, named=True, samples=None) -> Setup:
@@ -70,7 +70,7 @@ def test_the_same_scores_as_the_harness_with_its_own_model(tiny, data, tmp_path,
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    from longrope2.evaluation import short
+    from longrope2.evaluation.suites import short
 
     tasks = ("mmlu", "hellaswag", "truthfulqa_mc2", "gsm8k")
     journal = tmp_path / "generations.jsonl"
@@ -136,7 +136,7 @@ def test_likelihoods_and_answers_are_those_of_the_harness(tiny):
 
 
 def test_tasks_without_files_are_left_out_and_named(tiny, data):
-    from longrope2.evaluation import short
+    from longrope2.evaluation.suites import short
 
     (data / "short" / "gsm8k_train.jsonl").unlink()
     setup = setup_of(tiny, data, "gsm8k", "truthfulqa_mc2", named=False, samples=1)
@@ -147,7 +147,7 @@ def test_tasks_without_files_are_left_out_and_named(tiny, data):
 
 
 def test_too_few_examples_is_one_message(tiny, data):
-    from longrope2.evaluation import short
+    from longrope2.evaluation.suites import short
 
     for name in ("test", "dev"):
         rows = [row for row in MMLU if row["subject"] == "anatomy"][:2]
@@ -186,7 +186,7 @@ def test_questions_without_a_right_answer_are_named(task, name, row, message, da
 
 
 def test_a_metric_of_all_documents_together_is_refused():
-    from longrope2.evaluation.short import _measure
+    from longrope2.evaluation.suites.short import _measure
 
     document = {"filter": "none", "metrics": ["word_perplexity"], "word_perplexity": (-3.0, 5), "prompt_hash": "h"}
     with pytest.raises(LongRopeError, match="its metric word_perplexity is no score between 0 and 1"):
@@ -194,7 +194,7 @@ def test_a_metric_of_all_documents_together_is_refused():
 
 
 def test_every_task_of_a_group_counts_by_its_own_first_filter():
-    from longrope2.evaluation.short import _measure
+    from longrope2.evaluation.suites.short import _measure
 
     def documents(filter, score):
         return [{"filter": filter, "metrics": ["acc"], "acc": score, "prompt_hash": "h"}] * 2

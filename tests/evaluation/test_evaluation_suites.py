@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from longrope2.errors import DataError, LongRopeError
-from longrope2.evaluation import book_perplexity, infinitebench, loft, longbench, niah, passkey
-from longrope2.evaluation.samples import encode, most_that_fit, prompt_tokens, read_rows, truncate_middle
-from longrope2.evaluation.suites import Setup, chosen
+from longrope2.errors import DataError, LongRopeError, chosen
+from longrope2.evaluation.suite import Setup, encode, most_that_fit, prompt_tokens, read_rows, truncate_middle
+from longrope2.evaluation.suites import infinitebench, loft, longbench, niah, passkey, perplexity
 from longrope2.models import describe, load_tokenizer
 
 
@@ -413,18 +412,18 @@ def test_loft_files_that_are_wrong(tokenizer, tmp_path):
 @pytest.mark.parametrize(("total", "length"), [(10, 4), (11, 4), (12, 5), (8, 8), (9, 8), (7, 2)])
 def test_sliding_windows_score_every_token_once(total, length):
     tokens = list(range(total))
-    spans = book_perplexity.sliding(tokens, length)
+    spans = perplexity.sliding(tokens, length)
     scored = [token for span in spans for token in span.token_ids[span.start :]]
     assert scored == tokens[1:]
     assert all(len(span.token_ids) <= length for span in spans)
     # After the first window each scored token has at least half a window before it.
     assert all(span.start >= length - length // 2 for span in spans[1:])
-    assert book_perplexity.full(tokens, length)[0].token_ids == tokens[:length]
+    assert perplexity.full(tokens, length)[0].token_ids == tokens[:length]
 
 
 def test_books_are_the_same_for_every_length(tokenizer):
-    one = book_perplexity.documents(setup_of(tokenizer, lengths=(300,), samples=2))
-    other = book_perplexity.documents(setup_of(tokenizer, lengths=(200, 100), samples=3))
+    one = perplexity.documents(setup_of(tokenizer, lengths=(300,), samples=2))
+    other = perplexity.documents(setup_of(tokenizer, lengths=(200, 100), samples=3))
     assert [len(document) for document in one] == [300, 300]
     assert len(other) == 3
     assert [document[:200] for document in one] == other[:2]
@@ -496,7 +495,7 @@ def test_the_middle_is_cut_and_the_ends_stay(tokenizer):
 
 def test_perplexity_needs_two_tokens(tokenizer):
     with pytest.raises(DataError, match="at least 2 tokens"):
-        book_perplexity.documents(setup_of(tokenizer, lengths=(256, 1)))
+        perplexity.documents(setup_of(tokenizer, lengths=(256, 1)))
 
 
 def test_a_file_without_rows_is_named(tmp_path):

@@ -10,7 +10,7 @@ from torch import Tensor
 from longrope2.attention import our_attention
 from longrope2.errors import LongRopeError
 from longrope2.evaluation.decoding import RowsCache, one_token_each, rows_attention
-from longrope2.evaluation.samples import Prompt, Span, cut_at_stop
+from longrope2.evaluation.suite import Prompt, TextSpan, cut_at_stop
 from longrope2.generation.run import Switch
 from longrope2.models import cached_values
 from longrope2.perplexity import LOGIT_ROWS, Score, head_logits, score_tokens, total
@@ -37,7 +37,7 @@ class Backend(Protocol):
     def answer(self, prompts: Sequence[Prompt]) -> list[str]:
         """Greedy continuations, up to the end of text, a stop string or their limit."""
 
-    def score(self, spans: Sequence[Span]) -> list[Score]:
+    def score(self, spans: Sequence[TextSpan]) -> list[Score]:
         """The likelihood of texts."""
 
 
@@ -71,7 +71,7 @@ class TorchBackend:
                 tokens |= zip(together, self._decode([prompts[row] for row in together]), strict=True)
         return [self._text(tokens[row], prompt.stop) for row, prompt in enumerate(prompts)]
 
-    def score(self, spans: Sequence[Span]) -> list[Score]:
+    def score(self, spans: Sequence[TextSpan]) -> list[Score]:
         """All in one forward: what pads a row on its right is never seen from the left."""
         # The last token is only predicted, never run. So answers of one token to the same question share a row.
         inputs = [tuple(span.token_ids[:-1]) for span in spans]
@@ -83,7 +83,7 @@ class TorchBackend:
             hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
             return [self._score_span(hidden[rows[key]], span) for key, span in zip(inputs, spans, strict=True)]
 
-    def _score_span(self, hidden: Tensor, span: Span) -> Score:
+    def _score_span(self, hidden: Tensor, span: TextSpan) -> Score:
         tokens = torch.tensor(span.token_ids, device=hidden.device)
         pieces = []
         for begin in range(span.start, len(tokens), LOGIT_ROWS):

@@ -1,26 +1,31 @@
 """`longrope2 compare`: several evaluations side by side, methods as rows, in the layout of the paper's tables."""
 
 import json
-from collections.abc import Container, Mapping, Sequence
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from longrope2.console import say, show_json, show_table, warn
-from longrope2.errors import DataError, LongRopeError, MissingExtraError
-from longrope2.evaluation.paired import differences
-from longrope2.evaluation.results import AVERAGE, RESULTS, SCORE, grid_misfit, values_misfit
-from longrope2.evaluation.suites import chosen
-from longrope2.evaluation.table import CAPTION, HEADS, TITLES, Score, Table, cell, suites_of
-from longrope2.figures import draw_by_length, draw_heatmaps, length_label
+from longrope2.errors import DataError, LongRopeError, MissingExtraError, chosen
+from longrope2.evaluation.results import AVERAGE, RESULTS, SCORE, Measured, grid_misfit
+from longrope2.evaluation.suites import SUITES, suites_of
+from longrope2.evaluation.table import PERCENT, POINTS, ByName, ScoreRow, retention, suite_tables
+from longrope2.figures import draw_by_length, draw_heatmaps
 from longrope2.files import write_json, write_text
+from longrope2.intervals import LARGEST_NLL, paired, student
 from longrope2.shapes import misfit
 
-BY_LENGTH = ("ruler", "niah", "passkey", "perplexity")
 RUN = {"name": str, "model": str, "factors": dict | None, "notes": [str], "scores": [SCORE], "grids": dict}
 """What is read of it."""
-MOST_LISTED = 3
-"""Tasks that a caption names before it only counts them."""
+VALUES = {...: {"asked": str, "values": [float | None]}}
+"""The shape of `values` in results.json, by suite/task/length: see `Values`."""
+AllValues = Mapping[str, Mapping[str, Any]]
+"""`values` of results.json."""
+PLACE = re.compile(r"(?P<suite>[^/]+)/(?P<task>.+)/(?P<length>\d+|None)")
 
 
 def compare(places: Sequence[Path | str], *, base: str | None = None, against: str | None = None) -> dict[str, Any]:
@@ -35,10 +40,11 @@ def compare(places: Sequence[Path | str], *, base: str | None = None, against: s
     base = _base(runs, names, base)
     by_name = {name: run["scores"] for name, run in zip(names, runs, strict=True)}
     differing = _asked_otherwise(runs)
-    tables = [table for suite in _all_suites(runs) for table in _tables(suite, by_name, base, differing=differing)]
+    suites = suites_of(score for scores in by_name.values() for score in scores)
+    tables = [table for suite in suites for table in suite_tables(suite, by_name, base, differing=differing)]
     apart = {} if against is None else _differences(runs, names, against)
-    for suite in suites_of([score for scores in apart.values() for score in scores]):
-        tables += _tables(suite, apart, None, against)
+    for suite in suites_of(score for scores in apart.values() for score in scores):
+        tables += suite_tables(suite, apart, None, against)
     return {
         "runs": [
             {"name": name, "folder": str(folder), **{key: run[key] for key in ("model", "factors", "notes")}}
@@ -72,24 +78,6 @@ def run_compare(
         show_table(**table)
 
 
-def retention(by_name: Mapping[str, Sequence[Score]], base: str | None) -> dict[str, float]:
-    """Mean short score over the base model's, in percent, on the tasks that both have."""
-    if base is None:
-        return {}
-    originals = _short(by_name[base])
-    found = {}
-    for name, scores in by_name.items():
-        common = {task: score for task, score in _short(scores).items() if task in originals}
-        whole = sum(originals[task] for task in common)
-        if whole:  # of a model that has nothing right, nothing can be kept
-            found[name] = 100 * sum(common.values()) / whole
-    return found
-
-
-def _short(scores: Sequence[Score]) -> dict[str, float]:
-    return {score["task"]: score["score"] for score in scores if score["suite"] == "short" and score["task"] != AVERAGE}
-
-
 def _split(place: Path | str) -> tuple[str, Path]:
     """The name given to a run, if any, and where it is; a path that holds = and exists is a path."""
     name, equals, rest = str(place).partition("=")
@@ -119,16 +107,16 @@ def _check(result: Any) -> list[str]:
     problems = [misfit(result, RUN)]
     if problems == [None]:
         problems += [grid_misfit(grid) for grid in result["grids"].values()]
-        problems.append(values_misfit(result.setdefault("values", {})))  # which older releases did not write
+        problems.append(_values_misfit(result.setdefault("values", {})))  # which older releases did not write
         problems += [_gap(score) for score in result["scores"]]
     if found := next(filter(None, problems), None):
         raise ValueError(found)
-    return sorted({score["suite"] for score in result["scores"]} - set(TITLES))
+    return sorted({score["suite"] for score in result["scores"]} - set(SUITES))
 
 
-def _gap(score: Score) -> str | None:
+def _gap(score: ScoreRow) -> str | None:
     """A value that only some suites may leave out."""
-    if score["length"] is None and score["suite"] in BY_LENGTH:
+    if score["length"] is None and score["suite"] in SUITES and SUITES[score["suite"]].every_length:
         return "a length is missing"
     overflows = score["metric"] == "perplexity"
     return "a score is missing" if score["score"] is None and not overflows else None
@@ -152,38 +140,10 @@ def _base(runs: Sequence[dict[str, Any]], names: Sequence[str], base: str | None
     return plain[0] if len(plain) == 1 else None
 
 
-def _all_suites(runs: Sequence[dict[str, Any]]) -> list[str]:
-    return suites_of([score for run in runs for score in run["scores"]])
-
-
-def _tables(
-    suite: str,
-    by_name: Mapping[str, Sequence[Score]],
-    base: str | None,
-    against: str | None = None,
-    *,
-    differing: Container[str] = (),
-) -> list[Table]:
-    """Of scores; with `against` of differences to the row of that name. `differing`: where rows differ in questions."""
-    own = {name: [score for score in scores if score["suite"] == suite] for name, scores in by_name.items()}
-    own = {name: scores for name, scores in own.items() if scores}
-    title, caption, suffix = TITLES[suite], "95% intervals" if suite == "perplexity" else CAPTION, ""
-    if against is not None:
-        unit = "percent" if suite == "perplexity" else "points"
-        caption = f"{unit} more than {against}, question by question, with 95% intervals"
-        suffix = f", against {against}"
-    if suite == "perplexity":
-        tasks = dict.fromkeys(score["task"] for scores in own.values() for score in scores)
-        return [_by_length(f"{title}, {task} windows{suffix}", own, task, caption, differing) for task in tasks]
-    if suite in BY_LENGTH:
-        return [_by_length(title + suffix, own, None, caption)]
-    return [_by_task(title + suffix, own, base if suite == "short" else None, caption)]
-
-
-def _differences(runs: Sequence[dict[str, Any]], names: Sequence[str], against: str) -> dict[str, Sequence[Score]]:
+def _differences(runs: Sequence[dict[str, Any]], names: Sequence[str], against: str) -> dict[str, Sequence[ScoreRow]]:
     """How much more each row has than one of them, on what both were asked."""
     theirs = runs[names.index(chosen("run", [against], names)[0])]["values"]
-    found: dict[str, Sequence[Score]] = {
+    found: dict[str, Sequence[ScoreRow]] = {
         name: [apart.to_json() for apart in differences(run["values"], theirs)]
         for name, run in zip(names, runs, strict=True)
         if name != against
@@ -198,62 +158,6 @@ def _differences(runs: Sequence[dict[str, Any]], names: Sequence[str], against: 
     return found
 
 
-def _by_length(
-    title: str, own: Mapping[str, Sequence[Score]], task: str | None, caption: str, differing: Container[str] = ()
-) -> Table:
-    """A row for each method, a column for each length."""
-    lengths = sorted({score["length"] for scores in own.values() for score in scores})
-    rows: list[list[str]] = []
-    shown: list[Score] = []
-    for name, scores in own.items():
-        found = [_overall([s for s in scores if s["length"] == length], task) for length in lengths]
-        shown += [score for score in found if score is not None]
-        rows.append([name, *map(cell, found)])
-    told = _caption(caption, shown)
-    told += _other_tasks(own) if task is None else _other_texts(task, lengths, differing)
-    return Table(title=title, columns=["Method", *map(length_label, lengths)], rows=rows, caption=told)
-
-
-def _overall(scores: Sequence[Score], task: str | None) -> Score | None:
-    """The score of a task; without one the average, or the only task there is."""
-    wanted = [score for score in scores if score["task"] == (AVERAGE if task is None else task)]
-    return wanted[0] if wanted else (scores[0] if scores and task is None else None)
-
-
-def _by_task(title: str, own: Mapping[str, Sequence[Score]], base: str | None, caption: str) -> Table:
-    """A row for each method, a column for each task, the average first."""
-    tasks = list(dict.fromkeys(score["task"] for scores in own.values() for score in scores))
-    tasks.sort(key=lambda task: task != AVERAGE)
-    kept = retention(own, base) if base in own else {}
-    rows = []
-    for name, scores in own.items():
-        found = {score["task"]: score for score in scores}
-        row = [name, *(cell(found.get(task)) for task in tasks)]
-        rows.append([*row, f"{kept[name]:.1f}%" if name in kept else "-"] if kept else row)
-    averaged = {name: scores for name, scores in own.items() if any(score["task"] == AVERAGE for score in scores)}
-    return Table(
-        title=title,
-        columns=["Method", *(HEADS.get(task, task) for task in tasks), *(["Retention"] if kept else [])],
-        rows=rows,
-        caption=_caption(caption, [score for scores in own.values() for score in scores]) + _other_tasks(averaged),
-    )
-
-
-def _caption(caption: str, scores: Sequence[Score]) -> str:
-    counts = sorted({score["samples"] for score in scores})
-    samples = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    return f"{caption}; samples in a number: {samples}"
-
-
-def _other_tasks(own: Mapping[str, Sequence[Score]]) -> str:
-    """What must be said where the numbers of a column stand for different tasks."""
-    tasks = {name: sorted({s["task"] for s in scores if s["task"] != AVERAGE}) for name, scores in own.items()}
-    if len({tuple(found) for found in tasks.values()}) < 2:
-        return ""
-    listed = (f"{name}: {', '.join(t) if len(t) <= MOST_LISTED else f'{len(t)} tasks'}" for name, t in tasks.items())
-    return f"; rows are not of the same tasks ({'; '.join(listed)})"
-
-
 def _asked_otherwise(runs: Sequence[dict[str, Any]]) -> set[str]:
     """The places, as in `values`, at which rows are not of the same questions or texts."""
     asked: dict[str, set[str]] = {}
@@ -263,35 +167,99 @@ def _asked_otherwise(runs: Sequence[dict[str, Any]]) -> set[str]:
     return {place for place, hashes in asked.items() if len(hashes) > 1}
 
 
-def _other_texts(task: str, lengths: Sequence[int], differing: Container[str]) -> str:
-    """What must be said of perplexities: the longest length of a row decides on its books, and how far they slide."""
-    found = [length_label(length) for length in lengths if f"perplexity/{task}/{length}" in differing]
-    return f"; rows are not of the same texts at {', '.join(found)}" if found else ""
-
-
 def _remarks(names: Sequence[str], runs: Sequence[dict[str, Any]]) -> str:
     remarks = [f"- {name}: {note}\n" for name, run in zip(names, runs, strict=True) for note in run["notes"]]
     return "\nNotes\n\n" + "".join(remarks) if remarks else ""
 
 
-def draw_figures(
-    scores: Mapping[str, Sequence[Score]], grids: Mapping[str, Mapping[str, Any]], output: Path
-) -> list[str]:
+def _values_misfit(values: Any) -> str | None:
+    """What is wrong with `values` that were read from a file; None if nothing is."""
+    if problem := misfit(values, VALUES, "values"):
+        return problem
+    for place, found in values.items():
+        most = LARGEST_NLL if _is_perplexity(place.partition("/")[0]) else 1
+        if any(value is not None and not 0 <= value <= most for value in found["values"]):
+            return f"values.{place} must lie from 0 to {most}"
+    return None
+
+
+def _is_perplexity(suite: str) -> bool:
+    return suite in SUITES and SUITES[suite].is_perplexity
+
+
+def differences(ours: AllValues, theirs: AllValues) -> list[Measured]:
+    """How much more we have than they, wherever both were asked the same."""
+    by_window: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(dict)
+    for place, found in ours.items():
+        named, pairs = PLACE.fullmatch(place), _pairs(found, theirs.get(place))
+        if named and pairs:
+            by_window[named["suite"], named["length"]][named["task"]] = pairs
+    apart: list[Measured] = []
+    for (suite, length), tasks in by_window.items():
+        window = None if length == "None" else int(length)
+        if _is_perplexity(suite):
+            apart += [_percent(suite, task, window, pairs) for task, pairs in tasks.items()]
+            continue
+        apart += [_points(suite, task, window, [pairs]) for task, pairs in tasks.items()]
+        if len(tasks) > 1:
+            apart.append(_points(suite, AVERAGE, window, list(tasks.values())))
+    return apart
+
+
+def _pairs(ours: Mapping[str, Any], theirs: Mapping[str, Any] | None) -> list[float]:
+    """The difference for each sample; none where the questions were others, or a value is missing."""
+    if theirs is None or theirs["asked"] != ours["asked"] or len(theirs["values"]) != len(ours["values"]):
+        return []
+    pairs = list(zip(ours["values"], theirs["values"], strict=True))
+    return [] if any(None in pair for pair in pairs) else [one - other for one, other in pairs]
+
+
+def _points(suite: str, task: str, length: int | None, tasks: Sequence[Sequence[float]]) -> Measured:
+    mean, low, high = (100 * value for value in paired(tasks))
+    samples = sum(map(len, tasks))
+    return Measured(
+        suite=suite, task=task, length=length, metric=POINTS, score=mean, samples=samples, low=low, high=high
+    )
+
+
+def _percent(suite: str, task: str, length: int | None, logarithms: Sequence[float]) -> Measured:
+    """Of a ratio of perplexities: the mean over documents of the difference of their logarithms."""
+    ends = student(logarithms)
+    low, high = (None, None) if ends is None else map(_in_percent, ends)
+    return Measured(
+        suite=suite,
+        task=task,
+        length=length,
+        metric=PERCENT,
+        score=_in_percent(sum(logarithms) / len(logarithms)),
+        samples=len(logarithms),
+        low=low,
+        high=high,
+    )
+
+
+def _in_percent(logarithm: float) -> float | None:
+    return 100 * math.expm1(logarithm) if logarithm < LARGEST_NLL else None
+
+
+def draw_figures(scores: ByName, grids: Mapping[str, Mapping[str, Any]], output: Path) -> list[str]:
     """Draw what there is to draw, methods by name; the names of the files."""
     drawn = []
     try:
-        ruler = {
-            name: [score for score in own if score["suite"] == "ruler" and score["task"] == AVERAGE]
-            for name, own in scores.items()
-        }
-        ruler = {name: own for name, own in ruler.items() if own}
-        if ruler:
-            draw_by_length(ruler, output / "ruler.png", label="RULER, mean over tasks (%)")
-            drawn.append("ruler.png")
-        needles = {name: own["niah"] for name, own in grids.items() if "niah" in own}
-        if needles:
-            draw_heatmaps(needles, output / "niah.png")
-            drawn.append("niah.png")
+        for suite in SUITES.values():
+            file = f"{suite.name}.png"
+            averages = {
+                name: [score for score in own if score["suite"] == suite.name and score["task"] == AVERAGE]
+                for name, own in scores.items()
+            }
+            averages = {name: own for name, own in averages.items() if own}
+            own_grids = {name: own[suite.name] for name, own in grids.items() if suite.name in own}
+            if suite.figure and averages:
+                draw_by_length(averages, output / file, label=suite.figure)
+                drawn.append(file)
+            elif suite.has_grid and own_grids:
+                draw_heatmaps(own_grids, output / file)
+                drawn.append(file)
     except MissingExtraError as error:
         warn(str(error))
     return drawn

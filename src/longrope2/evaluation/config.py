@@ -4,14 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from longrope2.books import read_books
-from longrope2.errors import LongRopeError, all_problems, below_minimum, out_of_range
-from longrope2.evaluation import book_perplexity, infinitebench, loft, longbench, niah, passkey, ruler_suite, short
-from longrope2.evaluation.suites import Suite, chosen
+from longrope2.errors import LongRopeError, all_problems, below_minimum, chosen, out_of_range
+from longrope2.evaluation.suites import SUITES
 
-SUITES: dict[str, Suite] = {
-    module.SUITE.name: module.SUITE
-    for module in (ruler_suite, niah, passkey, book_perplexity, infinitebench, longbench, loft, short)
-}
 SHORTEST = 4096
 LARGEST_SEED = 2**32 - 1
 """Of numpy's old generator, with which RULER draws."""

@@ -13,7 +13,8 @@ from longrope2.console import ProgressLine
 from longrope2.distributed import World
 from longrope2.errors import DataError
 from longrope2.evaluation.backend import Backend
-from longrope2.evaluation.samples import Prompt, Sample, Span, digest, prompt_tokens
+from longrope2.evaluation.results import digest
+from longrope2.evaluation.suite import Prompt, Sample, TextSpan, prompt_tokens
 from longrope2.journal import JournalFile
 from longrope2.perplexity import Score
 
@@ -24,7 +25,7 @@ Item = TypeVar("Item")
 Value = TypeVar("Value")
 
 
-class Journal(JournalFile):
+class EvaluationJournal(JournalFile):
     """Answers and likelihoods on disk, by what they depend on."""
 
     job, verb = "evaluation", "evaluate"
@@ -51,13 +52,13 @@ class Journal(JournalFile):
             self.batch_tokens = int(entry["tokens"])
 
 
-class Engine:
+class EvaluationEngine:
     """Runs samples through a backend."""
 
     def __init__(
         self,
         backend: Backend,
-        journal: Journal,
+        journal: EvaluationJournal,
         here: World,
         *,
         batch_tokens: int | None = None,
@@ -103,7 +104,7 @@ class Engine:
         )
         return [self._answers[identity] for identity in ids]
 
-    def scores(self, spans: Sequence[Span], label: str) -> list[Score]:
+    def scores(self, spans: Sequence[TextSpan], label: str) -> list[Score]:
         """The likelihood of each span."""
         ids = [span.digest() for span in spans]
 
@@ -191,7 +192,7 @@ def plan_answers(samples: Sequence[Sample], batch_tokens: int, batch_rows: int) 
     return batches
 
 
-def plan_scores(spans: Sequence[Span], batch_tokens: int) -> list[list[int]]:
+def plan_scores(spans: Sequence[TextSpan], batch_tokens: int) -> list[list[int]]:
     """Indices of spans that share a forward: of like length, longest first; equal questions lie side by side."""
     order = sorted(range(len(spans)), key=lambda i: (-len(spans[i].token_ids), hash(tuple(spans[i].token_ids[:-1])), i))
     batches: list[list[int]] = []

@@ -1,17 +1,17 @@
 """Numbers with their sample counts and 95% intervals."""
 
+import hashlib
+import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from longrope2.evaluation.samples import Sample, digest
 from longrope2.intervals import LARGEST_NLL, mean_of_means, student, wilson
 from longrope2.shapes import misfit
 
 if TYPE_CHECKING:
-    from longrope2.evaluation.engine import Engine
     from longrope2.perplexity import Score
 
 RESULTS = "results.json"
@@ -23,8 +23,6 @@ SCORE = {
 """The shape of a number in results.json: see `Measured`."""
 GRID = {"lengths": [int], "depths": [float], "cells": [[{"score": float, "samples": int}]]}
 """The shape of a grid there: a row of cells for each depth, a cell for each length."""
-VALUES = {...: {"asked": str, "values": [float | None]}}
-"""The shape of `values` there, by suite/task/length: see `Values`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,15 +63,9 @@ class Measured:
         return {name: value for name, value in asdict(self).items() if name != "each"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What a suite found."""
-
-    measured: list[Measured]
-    notes: list[str] = field(default_factory=list)
-    """What a reader of the numbers must know."""
-    grid: dict[str, Any] | None = None
-    """Scores by length and depth, for the heatmap."""
+def digest(*parts: Any) -> str:
+    """A short hash of plain values."""
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
 
 
 def grid_misfit(grid: Any) -> str | None:
@@ -84,17 +76,6 @@ def grid_misfit(grid: Any) -> str | None:
         return "a grid without lengths or depths"
     whole = [len(row) for row in grid["cells"]] == [len(grid["lengths"])] * len(grid["depths"])
     return None if whole else "cells are not as many as lengths and depths"
-
-
-def values_misfit(values: Any) -> str | None:
-    """What is wrong with `values` that were read from a file; None if nothing is."""
-    if problem := misfit(values, VALUES, "values"):
-        return problem
-    for place, found in values.items():
-        most = LARGEST_NLL if place.startswith("perplexity/") else 1
-        if any(value is not None and not 0 <= value <= most for value in found["values"]):
-            return f"values.{place} must lie from 0 to {most}"
-    return None
 
 
 def accuracy(
@@ -154,27 +135,6 @@ def perplexity(scores: "Sequence[Score]", *, suite: str, task: str, length: int,
 
 def _finite_exp(value: float) -> float | None:
     return math.exp(value) if value < LARGEST_NLL else None
-
-
-def answered(samples: Sequence[Sample], engine: "Engine", label: str) -> list[float]:
-    """Run samples and score the answers."""
-    scores = []
-    for sample, answer in zip(samples, engine.answers(samples, label), strict=True):
-        assert sample.score is not None
-        scores.append(sample.score(answer, sample.references))
-    return scores
-
-
-def by_task(samples: Sequence[Sample], scores: Sequence[float], metrics: dict[str, str] | str) -> list[Measured]:
-    """One number for each task and length, in the order of the samples."""
-    found: list[Measured] = []
-    pairs = list(zip(samples, scores, strict=True))
-    for (suite, task, length), group in groupby(pairs, key=lambda pair: (pair[0].suite, pair[0].task, pair[0].length)):
-        metric = metrics if isinstance(metrics, str) else metrics[task]
-        own, answers = zip(*group, strict=True)
-        asked = digest([sample.digest() for sample in own])
-        found.append(accuracy(answers, suite=suite, task=task, length=length, metric=metric, asked=asked))
-    return found
 
 
 def with_averages(measured: Iterable[Measured]) -> list[Measured]:

@@ -12,16 +12,14 @@ import torch
 from longrope2 import __version__, generation, models
 from longrope2.console import say, show_json, show_table
 from longrope2.distributed import World, world
-from longrope2.errors import LongRopeError
-from longrope2.evaluation import book_perplexity, short
+from longrope2.errors import LongRopeError, chosen
 from longrope2.evaluation.backend import Backend, TorchBackend
 from longrope2.evaluation.compare import draw_figures
-from longrope2.evaluation.config import SUITES, EvaluationConfig, lengths_for
-from longrope2.evaluation.engine import Engine, Journal
-from longrope2.evaluation.results import RESULTS, Outcome
-from longrope2.evaluation.ruler.prompt import chat_frame
-from longrope2.evaluation.samples import digest
-from longrope2.evaluation.suites import Setup, Suite, chosen
+from longrope2.evaluation.config import EvaluationConfig, lengths_for
+from longrope2.evaluation.engine import EvaluationEngine, EvaluationJournal
+from longrope2.evaluation.results import RESULTS, digest
+from longrope2.evaluation.suite import Setup, Suite, SuiteOutcome, chat_frame
+from longrope2.evaluation.suites import SUITES
 from longrope2.evaluation.table import run_tables
 from longrope2.evaluation.vllm_backend import ONE_SIDE, VllmBackend
 from longrope2.factors import RescaleFactors
@@ -68,10 +66,12 @@ def _setups(
 
 
 def evaluate(
-    backend: Backend, config: EvaluationConfig, journal: Journal, here: World, *, cache: Path
-) -> dict[str, Outcome]:
+    backend: Backend, config: EvaluationConfig, journal: EvaluationJournal, here: World, *, cache: Path
+) -> dict[str, SuiteOutcome]:
     """Run the suites, or go on with them; answers are kept in the journal as they come."""
-    engine = Engine(backend, journal, here, batch_tokens=config.batch_tokens, beyond_window=config.beyond_window)
+    engine = EvaluationEngine(
+        backend, journal, here, batch_tokens=config.batch_tokens, beyond_window=config.beyond_window
+    )
     setups = _setups(config, backend.tokenizer, backend.window, note=say if here.is_main else _quiet, cache=cache)
     return {suite.name: suite.run(setup, engine) for suite, setup in setups}
 
@@ -112,7 +112,7 @@ def run_evaluation(
             "backend": backend_name,
             **facts,
         }
-        with closing(Journal(output / JOURNAL if here.is_main else None, header)) as journal:
+        with closing(EvaluationJournal(output / JOURNAL if here.is_main else None, header)) as journal:
             outcomes = evaluate(backend, config, journal, here, cache=cache or output / SAMPLES)
         if not here.is_main:
             return
@@ -172,7 +172,7 @@ def _check(
             raise LongRopeError("--switch-length needs a model with two sides", hint="give --factors FILE")
         generation.check_switch_length(switch_length, window)
     if backend_name == "vllm":
-        cannot = [f"suite {name}" for name in (book_perplexity.NAME, short.NAME) if name in config.suites]
+        cannot = [f"suite {name}" for name in SUITES if name in config.suites and SUITES[name].scores_texts]
         cannot += ["--beyond-window"] if config.beyond_window else []
         if cannot:
             raise LongRopeError(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from longrope2.errors import DataError
-from longrope2.evaluation.samples import read_rows
+from longrope2.evaluation.suite import read_rows
 
 HELLASWAG = {"activity_label": str, "ctx_a": str, "ctx_b": str, "endings": [str], "label": str | int}
 MMLU = {"question": str, "subject": str, "choices": [str], "answer": int}

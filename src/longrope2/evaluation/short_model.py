@@ -8,8 +8,8 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from longrope2.errors import LongRopeError
-from longrope2.evaluation.engine import Engine
-from longrope2.evaluation.samples import Sample, Span
+from longrope2.evaluation.engine import EvaluationEngine
+from longrope2.evaluation.suite import Sample, TextSpan
 
 NEW_TOKENS = 256  # the harness's own default
 
@@ -17,7 +17,7 @@ NEW_TOKENS = 256  # the harness's own default
 class EngineModel(TemplateLM):
     """Every process of ours asks for everything and gets everything: to the harness there is only one."""
 
-    def __init__(self, engine: Engine, *, max_length: int) -> None:
+    def __init__(self, engine: EvaluationEngine, *, max_length: int) -> None:
         super().__init__()
         self._engine, self.max_length = engine, max_length
         self.tokenizer = engine.backend.tokenizer
@@ -64,12 +64,12 @@ class EngineModel(TemplateLM):
         spans = [self._span(context, continuation) for _, context, continuation in requests]
         return [(-score.nll, score.exact) for score in self._engine.scores(spans, self.label)]
 
-    def _span(self, context: Sequence[int], continuation: Sequence[int]) -> Span:
+    def _span(self, context: Sequence[int], continuation: Sequence[int]) -> TextSpan:
         if not 0 < len(continuation) <= self.max_length:
             raise LongRopeError(f"{self.label}: an answer of {len(continuation)} tokens cannot be scored")
         # The last token is only predicted, so the window holds one more; what is too long loses its beginning.
         tokens = [*context, *continuation][-(self.max_length + 1) :]
-        return Span(token_ids=tokens, start=len(tokens) - len(continuation))
+        return TextSpan(token_ids=tokens, start=len(tokens) - len(continuation))
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Whole texts, in windows that do not overlap."""

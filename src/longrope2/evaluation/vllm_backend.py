@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from longrope2.errors import LongRopeError, require
-from longrope2.evaluation.samples import Prompt, Span, cut_at_stop
+from longrope2.evaluation.suite import Prompt, TextSpan, cut_at_stop
 from longrope2.models import ModelInfo, pretrained_source
 from longrope2.perplexity import Score
 
@@ -52,7 +52,7 @@ class VllmBackend:
         texts = [output.outputs[0].text for output in outputs]
         return [cut_at_stop(text, prompt.stop) for text, prompt in zip(texts, prompts, strict=True)]
 
-    def score(self, spans: Sequence[Span]) -> list[Score]:
+    def score(self, spans: Sequence[TextSpan]) -> list[Score]:
         """Refused."""
         raise LongRopeError(
             "suites that score texts (perplexity, short) do not run on vLLM", hint="leave --backend at its default"

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from longrope2.console import say, warn
-from longrope2.errors import LongRopeError
-from longrope2.evaluation.suites import chosen
+from longrope2.errors import LongRopeError, chosen
 from longrope2.export.card import card, is_card, read_results
 from longrope2.export.config import PROFILES, Profile, profile_of, profiled, with_forced_temperature, with_provenance
 from longrope2.export.engines import ENGINES, Format

@@ -15,8 +15,8 @@ from longrope2 import ledger
 from longrope2.console import duration, show_table
 from longrope2.data.plan import read_plan
 from longrope2.errors import LongRopeError
-from longrope2.evaluation import book_perplexity, niah, passkey, ruler_suite
 from longrope2.evaluation.config import EvaluationConfig, lengths_for
+from longrope2.evaluation.suites import SUITES
 from longrope2.methods import METHODS
 from longrope2.pipeline.recipe import ExportOptions
 from longrope2.pipeline.steps import DATA_PATHS, Setting, Step, planned_rows, recipe_search
@@ -213,23 +213,21 @@ def _evaluate(setting: Setting, step: Step, shape: Shape, machine: Machine) -> N
     options = {name: value for name, value in step.options.items() if name not in DATA_PATHS}
     config = EvaluationConfig(**{**options, "beyond_window": True})
     lengths = lengths_for(config, setting.recipe.target_length)
-    counts = {
-        "niah": (config.samples or niah.RUNS) * len(niah.DEPTHS),
-        "passkey": config.samples or passkey.COUNT,
-        "ruler": (config.samples or ruler_suite.COUNT) * len(config.tasks_of("ruler")),
-        "perplexity": 0,
-    }
-    unknown = [suite for suite in config.suites if suite not in counts]
-    prompts = sum(counts.get(suite, 0) for suite in config.suites)
-    seconds = DECODING * sum(prompts * _forward(shape, machine, length) for length in lengths)
-    if "perplexity" in config.suites:
-        books, longest = config.samples or book_perplexity.DOCUMENTS, lengths[0]
-        # A sliding window reads every token twice.
-        seconds += sum(2 * books * longest / length * _forward(shape, machine, length) for length in lengths)
+    suites = [SUITES[name] for name in dict.fromkeys(config.suites)]
+    read = [
+        part
+        for suite in suites
+        if suite.readings is not None
+        for part in suite.readings(config.samples, config.tasks_of(suite.name), lengths)
+    ]
+    unknown = [suite.name for suite in suites if suite.readings is None]
+    seconds = sum(
+        (DECODING if part.answered else 1) * part.count * _forward(shape, machine, part.length) for part in read
+    )
     return Needs(
         seconds=OVERHEAD_SECONDS["evaluate"] + seconds,
         memory=_reading_memory(shape, machine, lengths[0]),
-        disk=1000.0 * prompts * len(lengths),
+        disk=1000.0 * sum(part.count for part in read if part.answered),
         note=f"without {', '.join(unknown)}" if unknown else "",
     )
 

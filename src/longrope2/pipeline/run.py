@@ -13,8 +13,7 @@ from typing import Any
 from longrope2 import ledger
 from longrope2.console import duration, say, show_json, show_table, warn
 from longrope2.distributed import world
-from longrope2.errors import LongRopeError
-from longrope2.evaluation.suites import chosen
+from longrope2.errors import LongRopeError, chosen
 from longrope2.files import package_versions, refuse_foreign, sweep
 from longrope2.ledger import STAGES, TRAINING, Ledger, fingerprint, only_one
 from longrope2.models import describe

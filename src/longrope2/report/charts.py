@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from longrope2 import figures, ledger
-from longrope2.evaluation.table import TITLES
+from longrope2.evaluation.suites import summarised
 from longrope2.factors import RescaleFactors
 from longrope2.methods import rescale
-from longrope2.report.summary import BY_LENGTH, Summary, label, overall
+from longrope2.report.summary import Summary, label, overall
 from longrope2.search.record import HELD_OUT
 
 Data = Mapping[str, Any]
@@ -114,13 +114,13 @@ def _losses(data: Data) -> Iterator[Chart]:
 
 def _by_length(data: Data) -> Iterator[Chart]:
     columns = ("length", "score", "low", "high", "samples")
-    for suite in BY_LENGTH:
-        series = {method: own for method, scores in data["scores"].items() if (own := overall(scores, suite))}
+    for suite in summarised():
+        series = {method: own for method, scores in data["scores"].items() if (own := overall(scores, suite.name))}
         if not series:
             continue
         yield Chart(
-            name=f"{suite}-by-length",
-            title=TITLES[suite],
+            name=f"{suite.name}-by-length",
+            title=suite.title,
             caption="Scores by length with 95% intervals.",
             columns=("method", *columns),
             rows=[[method, *(score[c] for c in columns)] for method, scores in series.items() for score in scores],

@@ -12,13 +12,14 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from longrope2 import __version__, figures, ledger
 from longrope2.console import duration, say, warn
 from longrope2.errors import MissingExtraError
+from longrope2.evaluation.suites import summarised
 from longrope2.export.engines import guidance
 from longrope2.factors import RescaleFactors
 from longrope2.figures import length_label
 from longrope2.files import atomic_path, write_text
 from longrope2.report.charts import Chart, charts, stage_seconds
 from longrope2.report.gather import gather
-from longrope2.report.summary import BY_LENGTH, SHORT_HEADS, Summary, label, summarise
+from longrope2.report.summary import Summary, label, summarise
 
 Data = Mapping[str, Any]
 
@@ -129,20 +130,20 @@ def _cards(data: Data, summary: Summary) -> Iterator[tuple[str, str]]:
 
 
 def _score_cards(summary: Summary, ours: str) -> Iterator[tuple[str, str]]:
-    for suite in BY_LENGTH:
-        own = summary.methods[ours]["by_length"].get(suite)
+    for suite in summarised():
+        own = summary.methods[ours]["by_length"].get(suite.name)
         if not own:
             continue
         longest = max(own, key=int)
         others = {
-            name: found["by_length"].get(suite, {}).get(longest)
+            name: found["by_length"].get(suite.name, {}).get(longest)
             for name, found in summary.methods.items()
             if name not in (ledger.AFTER_TRAINING, ledger.SEARCHED, ledger.BASE)
         }
         known = {name: value for name, value in others.items() if value is not None}
         best = max(known, key=lambda name: known[name], default=None)
         beside = f"; best closed form, {label(best)}: {known[best]:.1f}%" if best else ""
-        yield f"{own[longest]:.1f}%", f"{SHORT_HEADS[suite]} at {length_label(int(longest))}{beside}"
+        yield f"{own[longest]:.1f}%", f"{suite.summary} at {length_label(int(longest))}{beside}"
     for key, text in (("perplexity_retention", "of the short perplexity kept"), ("short_retention", "of short tasks")):
         if summary.methods[ours][key] is not None:
             yield f"{summary.methods[ours][key]:.1f}%", text

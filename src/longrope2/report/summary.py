@@ -5,13 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from longrope2 import ledger
-from longrope2.evaluation.compare import retention
 from longrope2.evaluation.results import AVERAGE
-from longrope2.evaluation.table import TITLES
+from longrope2.evaluation.suites import SUITES, summarised
+from longrope2.evaluation.table import retention
 from longrope2.figures import length_label
 
-BY_LENGTH = ("niah", "ruler", "passkey")
-SHORT_HEADS = {"niah": "needles", "ruler": "RULER", "passkey": "pass key"}
 NAMES = {
     ledger.BASE: "original",
     ledger.SEARCHED: "LongRoPE2, factors only",
@@ -58,7 +56,9 @@ def summarise(data: Mapping[str, Any]) -> Summary:
     original = data["original_length"] or 0
     methods: dict[str, dict[str, Any]] = {name: {} for name in scores}
     for name, own in scores.items():
-        by_suite = {suite: {str(s["length"]): s["score"] for s in overall(own, suite)} for suite in BY_LENGTH}
+        by_suite = {
+            suite.name: {str(s["length"]): s["score"] for s in overall(own, suite.name)} for suite in summarised()
+        }
         methods[name]["by_length"] = {suite: values for suite, values in by_suite.items() if values}
         methods[name]["short_perplexity"] = short_perplexity(own, original)
     base = methods.get(ledger.BASE, {}).get("short_perplexity")
@@ -102,13 +102,13 @@ def _table(data: Mapping[str, Any], methods: dict[str, dict[str, Any]]) -> Summa
         for key in shown:
             row.append(_number(found[key]) if key == "short_perplexity" else _percent(found[key]))
         rows.append(row)
-    suites = ", ".join(dict.fromkeys(TITLES[suite] for suite, _ in places))
+    suites = ", ".join(dict.fromkeys(SUITES[suite].title for suite, _ in places))
     caption = f"{suites}: share of right answers by length" if suites else ""
     if "short_perplexity" in shown:
         caption += "; short PPL: perplexity of books within the own window, kept: that of the original over it"
     return Summary(
         title=f"{data['model']}, {_extension(data)} tokens",
-        columns=["", *(f"{SHORT_HEADS[suite]} {length_label(int(length))}" for suite, length in places),
+        columns=["", *(f"{SUITES[suite].summary} {length_label(int(length))}" for suite, length in places),
                  *(extra[name] for name in shown)],
         rows=rows,
         caption=caption.strip("; "),

@@ -17,8 +17,9 @@ from longrope2.console import ProgressLine
 from longrope2.errors import DataError, LongRopeError
 from longrope2.evaluation.ruler.generate import Request, RulerSample, check, make
 from longrope2.evaluation.ruler.haystack import haystack_fingerprint
-from longrope2.evaluation.ruler.prompt import Frame, TokenCounter, chat_frame
+from longrope2.evaluation.ruler.prompt import TokenCounter
 from longrope2.evaluation.ruler.tasks import TASKS
+from longrope2.evaluation.suite import Frame, chat_frame
 from longrope2.files import atomic_path, package_versions
 
 if TYPE_CHECKING:

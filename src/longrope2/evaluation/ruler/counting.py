@@ -13,10 +13,10 @@ import numpy as np
 from longrope2.books import read_books
 from longrope2.errors import DataError
 from longrope2.evaluation.ruler.haystack import read_json
-from longrope2.evaluation.ruler.prompt import Frame
 from longrope2.evaluation.ruler.sizing import Draft, Maker
 from longrope2.evaluation.ruler.tasks import COMMON_WORDS, FREQUENT_WORDS
 from longrope2.evaluation.ruler.words import common_words
+from longrope2.evaluation.suite import Frame
 
 COMMON = 10  # words to be found
 PROBE = 4096

@@ -9,11 +9,12 @@ from longrope2.errors import DataError
 from longrope2.evaluation.ruler.counting import CommonWordsMaker, frequent_words
 from longrope2.evaluation.ruler.haystack import load_haystack
 from longrope2.evaluation.ruler.niah import NeedleMaker
-from longrope2.evaluation.ruler.prompt import Frame, TokenCounter, chat_frame
+from longrope2.evaluation.ruler.prompt import TokenCounter
 from longrope2.evaluation.ruler.questions import ORIGINS, QuestionMaker, read_questions
 from longrope2.evaluation.ruler.sizing import Draft, Maker, fitting
 from longrope2.evaluation.ruler.tasks import TASKS, RulerTask
 from longrope2.evaluation.ruler.tracking import TrackingMaker
+from longrope2.evaluation.suite import Frame, chat_frame
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -5,40 +5,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from longrope2.codec import opens_with_bos
-from longrope2.errors import DataError
-from longrope2.models import user_turn
-
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-MARKER = "[the task stands here]"
-
-
-@dataclass(frozen=True)
-class Frame:
-    """What a chat template puts around the task; the answer prefix follows, as the opening of the model's turn."""
-
-    before: str = ""
-    after: str = ""
-
-    def __call__(self, task_text: str) -> str:
-        """The task as a prompt."""
-        return self.before + task_text + self.after
-
-
-def chat_frame(tokenizer: "PreTrainedTokenizerBase") -> Frame:
-    """The frame of the tokenizer's own chat template: one user turn, then the opening of the assistant's."""
-    if not tokenizer.chat_template:
-        raise DataError("the tokenizer has no chat template", hint="leave the chat mode out: it is a base model")
-    # The answer prefix opens the answer itself, so there is no room for thoughts before it.
-    before, marker, after = user_turn(tokenizer, MARKER, enable_thinking=False).partition(MARKER)
-    if not marker:
-        raise DataError("the chat template does not show the user's message", hint="leave the chat mode out")
-    if opens_with_bos(tokenizer):
-        # Whoever tokenizes the prompt gets this one from the tokenizer.
-        before = before.removeprefix(str(tokenizer.bos_token))
-    return Frame(before, after)
 
 
 @dataclass(frozen=True)

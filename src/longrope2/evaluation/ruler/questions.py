@@ -9,9 +9,9 @@ from typing import Any
 
 from longrope2.errors import DataError
 from longrope2.evaluation.ruler.haystack import read_json
-from longrope2.evaluation.ruler.prompt import Frame
 from longrope2.evaluation.ruler.sizing import Draft, Maker
 from longrope2.evaluation.ruler.tasks import DOCUMENT, TASKS, RulerTask
+from longrope2.evaluation.suite import Frame
 
 ORIGINS = {
     "squad": "SQuAD 2.0's dev-v2.0.json, from https://rajpurkar.github.io/SQuAD-explorer",

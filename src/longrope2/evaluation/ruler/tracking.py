@@ -7,9 +7,9 @@ from string import ascii_uppercase
 
 import numpy as np
 
-from longrope2.evaluation.ruler.prompt import Frame
 from longrope2.evaluation.ruler.sizing import Draft, Maker, fitting
 from longrope2.evaluation.ruler.tasks import NOISE, VARIABLE_TRACKING
+from longrope2.evaluation.suite import Frame
 
 HOPS = 4
 EXAMPLE_LENGTH = 500  # tokens

@@ -12,13 +12,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longrope2.errors import DataError
-from longrope2.evaluation.results import Outcome, answered, by_task, with_averages
-from longrope2.evaluation.ruler.prompt import chat_frame
-from longrope2.evaluation.samples import Sample, read_rows
-from longrope2.evaluation.suites import Setup, Suite, data_folder, existing
+from longrope2.evaluation.results import with_averages
+from longrope2.evaluation.suite import (
+    About,
+    Sample,
+    Setup,
+    Suite,
+    SuiteOutcome,
+    answered,
+    by_task,
+    chat_frame,
+    data_folder,
+    existing,
+    read_rows,
+)
 
 if TYPE_CHECKING:
-    from longrope2.evaluation.engine import Engine
+    from longrope2.evaluation.engine import EvaluationEngine
 
 NAME = "loft"
 NEW_TOKENS = 512
@@ -234,13 +244,35 @@ def check(setup: Setup) -> None:
         loft_samples(replace(setup, samples=1), task, setup.lengths[0])
 
 
-def run(setup: Setup, engine: "Engine") -> Outcome:
+def run(setup: Setup, engine: "EvaluationEngine") -> SuiteOutcome:
     """At the longest length."""
     measured = []
     for task in setup.tasks:
         samples = loft_samples(setup, task, setup.lengths[0])
         measured += by_task(samples, answered(samples, engine, f"loft {task}"), METRICS)
-    return Outcome(measured=with_averages(measured))
+    return SuiteOutcome(measured=with_averages(measured))
 
 
-SUITE = Suite(name=NAME, tasks=tuple(TASKS), run=run, check=check)
+SUITE = Suite(
+    name=NAME,
+    title="LOFT",
+    tasks=tuple(TASKS),
+    run=run,
+    check=check,
+    heads={
+        "arguana": "ArguAna",
+        "fever": "FEVER",
+        "hotpotqa": "HotPotQA",
+        "msmarco": "MS MARCO",
+        "nq": "NQ",
+        "quora": "Quora",
+        "scifact": "SciFact",
+    },
+    about=About(
+        tasks="`arguana`, `fever`, `hotpotqa`, `msmarco`, `nq`, `quora`, `scifact`",
+        scores="recall@1; HotpotQA mrecall@2",
+        lengths="longest: 32k, 128k or 1M",
+        samples="its files",
+        files="`<task>/128k/corpus.jsonl`, `few_shot_queries.jsonl`, `test_queries.jsonl` or `dev_queries.jsonl`",
+    ),
+)

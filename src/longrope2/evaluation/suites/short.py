@@ -7,14 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longrope2.errors import LongRopeError, require
-from longrope2.evaluation.results import Measured, Outcome, accuracy, with_averages
-from longrope2.evaluation.samples import digest
+from longrope2.errors import LongRopeError, chosen, require
+from longrope2.evaluation.results import Measured, accuracy, digest, with_averages
 from longrope2.evaluation.short_data import local_tasks
-from longrope2.evaluation.suites import Setup, Suite, chosen
+from longrope2.evaluation.suite import About, Setup, Suite, SuiteOutcome
 
 if TYPE_CHECKING:
-    from longrope2.evaluation.engine import Engine
+    from longrope2.evaluation.engine import EvaluationEngine
 
 NAME = "short"
 # What the paper reports, and with how many examples the field runs them; the others say so themselves.
@@ -24,7 +23,7 @@ METRICS = {"hellaswag": "acc_norm", "mmlu_pro": "exact_match", "gsm8k": "exact_m
 WINDOW = 4096
 
 
-def run(setup: Setup, engine: "Engine") -> Outcome:
+def run(setup: Setup, engine: "EvaluationEngine") -> SuiteOutcome:
     """Each task on its own, within the paper's 4,096 tokens."""
     lm_eval = require("lm_eval", extra="eval", purpose="suite short")
     from lm_eval.tasks import TaskManager
@@ -68,7 +67,7 @@ def run(setup: Setup, engine: "Engine") -> Outcome:
             measured.append(_measure(task, results["samples"]))
     for note in notes:
         setup.note(note)
-    return Outcome(measured=with_averages(measured), notes=notes)
+    return SuiteOutcome(measured=with_averages(measured), notes=notes)
 
 
 @contextmanager
@@ -123,4 +122,28 @@ def _first_metric(document: dict[str, Any]) -> str:
     return names[0]
 
 
-SUITE = Suite(name=NAME, tasks=TASKS, run=run, any_task=True)
+SUITE = Suite(
+    name=NAME,
+    title="Short tasks",
+    tasks=TASKS,
+    run=run,
+    any_task=True,
+    is_retention=True,
+    scores_texts=True,
+    heads={
+        "mmlu": "MMLU",
+        "mmlu_pro": "MMLU-Pro",
+        "hellaswag": "HellaSwag",
+        "truthfulqa_mc2": "TruthfulQA",
+        "gsm8k": "GSM8K",
+    },
+    note="any task of lm-evaluation-harness",
+    about=About(
+        tasks="`mmlu`, `mmlu_pro`, `hellaswag`, `truthfulqa_mc2`, `gsm8k`, or any task of lm-evaluation-harness",
+        scores="its own",
+        lengths="up to 4,096 tokens",
+        samples="its files",
+        files="`mmlu_test.jsonl` and `mmlu_dev.jsonl`, `hellaswag_val.jsonl` (and `hellaswag_train.jsonl`), "
+        "`TruthfulQA.csv`, `gsm8k_test.jsonl` and `gsm8k_train.jsonl`; `.gz` too",
+    ),
+)

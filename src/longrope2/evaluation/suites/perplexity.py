@@ -1,5 +1,6 @@
 """Perplexity of books by length: of one full window, and of a longer stretch through a sliding one."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -7,12 +8,11 @@ import numpy as np
 
 from longrope2.books import long_enough, read_books
 from longrope2.errors import DataError
-from longrope2.evaluation.results import Measured, Outcome, perplexity
-from longrope2.evaluation.samples import Span, digest, encode
-from longrope2.evaluation.suites import Setup, Suite
+from longrope2.evaluation.results import Measured, digest, perplexity
+from longrope2.evaluation.suite import About, Reading, Setup, Suite, SuiteOutcome, TextSpan, encode
 
 if TYPE_CHECKING:
-    from longrope2.evaluation.engine import Engine
+    from longrope2.evaluation.engine import EvaluationEngine
 
 NAME = "perplexity"
 FULL, SLIDING = "full", "sliding"
@@ -55,29 +55,29 @@ def _first_tokens(setup: Setup, text: str, length: int) -> list[int]:
         end *= 2
 
 
-def full(tokens: list[int], length: int) -> list[Span]:
+def full(tokens: list[int], length: int) -> list[TextSpan]:
     """The first window: every token but the first, given all before it."""
-    return [Span(token_ids=tokens[:length], start=1)]
+    return [TextSpan(token_ids=tokens[:length], start=1)]
 
 
-def sliding(tokens: list[int], length: int) -> list[Span]:
+def sliding(tokens: list[int], length: int) -> list[TextSpan]:
     """All tokens but the first, each given at least half a window, where there is so much before it.
 
     Windows move on by half their length and score what is new in them (Press et al., 2021).
     """
     step = max(length // 2, 1)
-    spans = [Span(token_ids=tokens[:length], start=1)]
+    spans = [TextSpan(token_ids=tokens[:length], start=1)]
     for end in range(length + step, len(tokens) + step, step):
         window = tokens[max(0, min(end, len(tokens)) - length) : end]
         new = min(end, len(tokens)) - (end - step)
-        spans.append(Span(token_ids=window, start=len(window) - new))
+        spans.append(TextSpan(token_ids=window, start=len(window) - new))
     return spans
 
 
 MODES = {FULL: full, SLIDING: sliding}
 
 
-def run(setup: Setup, engine: "Engine") -> Outcome:
+def run(setup: Setup, engine: "EvaluationEngine") -> SuiteOutcome:
     """All lengths, on the same books."""
     from longrope2.perplexity import total
 
@@ -91,7 +91,25 @@ def run(setup: Setup, engine: "Engine") -> Outcome:
             whole = [total([next(scores) for _ in part]) for part in by_text]
             asked = digest([span.digest() for span in spans])
             measured.append(perplexity(whole, suite=NAME, task=task, length=length, asked=asked))
-    return Outcome(measured=measured)
+    return SuiteOutcome(measured=measured)
 
 
-SUITE = Suite(name=NAME, tasks=(FULL, SLIDING), run=run, check=check)
+def readings(samples: int | None, tasks: Sequence[str], lengths: Sequence[int]) -> list[Reading]:
+    """As many tokens of each book at every length; a sliding window reads each of them twice."""
+    books = samples or DOCUMENTS
+    return [Reading(length=length, count=2 * books * max(lengths) / length, answered=False) for length in lengths]
+
+
+SUITE = Suite(
+    name=NAME,
+    title="Perplexity of books",
+    tasks=(FULL, SLIDING),
+    run=run,
+    check=check,
+    readings=readings,
+    every_length=True,
+    is_perplexity=True,
+    scores_texts=True,
+    note="of books",
+    about=About(tasks="`full`, `sliding`", scores="perplexity of books", lengths="all", samples="10 books"),
+)

@@ -6,13 +6,22 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from longrope2.errors import DataError
-from longrope2.evaluation.results import Outcome, answered, by_task
-from longrope2.evaluation.ruler.prompt import chat_frame
-from longrope2.evaluation.samples import Sample, encode, most_that_fit
-from longrope2.evaluation.suites import Setup, Suite
+from longrope2.evaluation.suite import (
+    About,
+    Reading,
+    Sample,
+    Setup,
+    Suite,
+    SuiteOutcome,
+    answered,
+    by_task,
+    chat_frame,
+    encode,
+    most_that_fit,
+)
 
 if TYPE_CHECKING:
-    from longrope2.evaluation.engine import Engine
+    from longrope2.evaluation.engine import EvaluationEngine
 
 NAME = "passkey"
 COUNT, NEW_TOKENS = 50, 6
@@ -80,13 +89,33 @@ def check(setup: Setup) -> None:
     passkey_samples(setup.trial, setup.trial.lengths[-1])
 
 
-def run(setup: Setup, engine: "Engine") -> Outcome:
+def run(setup: Setup, engine: "EvaluationEngine") -> SuiteOutcome:
     """All lengths."""
     measured = []
     for length in setup.lengths:
         samples = passkey_samples(setup, length)
         measured += by_task(samples, answered(samples, engine, f"passkey {length:,}"), "first number right")
-    return Outcome(measured=measured)
+    return SuiteOutcome(measured=measured)
 
 
-SUITE = Suite(name=NAME, tasks=(NAME,), run=run, check=check)
+def readings(samples: int | None, tasks: Sequence[str], lengths: Sequence[int]) -> list[Reading]:
+    """As many at every length."""
+    return [Reading(length=length, count=samples or COUNT) for length in lengths]
+
+
+SUITE = Suite(
+    name=NAME,
+    title="Pass key",
+    tasks=(NAME,),
+    run=run,
+    check=check,
+    readings=readings,
+    every_length=True,
+    summary="pass key",
+    about=About(
+        tasks="five digits in repeated sentences (∞Bench's wording)",
+        scores="first number of the answer",
+        lengths="all",
+        samples="50",
+    ),
+)

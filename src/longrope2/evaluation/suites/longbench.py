@@ -13,12 +13,24 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from longrope2.evaluation.results import Outcome, answered, by_task, with_averages
-from longrope2.evaluation.samples import Sample, Scorer, read_rows, truncate_middle
-from longrope2.evaluation.suites import Setup, Suite, data_folder, existing
+from longrope2.evaluation.results import with_averages
+from longrope2.evaluation.suite import (
+    About,
+    AnswerScorer,
+    Sample,
+    Setup,
+    Suite,
+    SuiteOutcome,
+    answered,
+    by_task,
+    data_folder,
+    existing,
+    read_rows,
+    truncate_middle,
+)
 
 if TYPE_CHECKING:
-    from longrope2.evaluation.engine import Engine
+    from longrope2.evaluation.engine import EvaluationEngine
 
 NAME = "longbench"
 
@@ -128,7 +140,7 @@ def longbench_samples(setup: Setup, task: str, length: int) -> list[Sample]:
     for index, row in enumerate(read_rows(path, shape, source=source(task))):
         if index == setup.samples:
             break
-        score: Scorer = edit_similarity
+        score: AnswerScorer = edit_similarity
         if described.metric == "F1":
             score = f1
         elif described.metric == "class right":
@@ -155,11 +167,25 @@ def check(setup: Setup) -> None:
         longbench_samples(setup.trial, task, setup.trial.lengths[0])
 
 
-def run(setup: Setup, engine: "Engine") -> Outcome:
+def run(setup: Setup, engine: "EvaluationEngine") -> SuiteOutcome:
     """At the longest length."""
     samples = [sample for task in setup.tasks for sample in longbench_samples(setup, task, setup.lengths[0])]
     metrics = {name: task.metric for name, task in TASKS.items()}
-    return Outcome(measured=with_averages(by_task(samples, answered(samples, engine, NAME), metrics)))
+    return SuiteOutcome(measured=with_averages(by_task(samples, answered(samples, engine, NAME), metrics)))
 
 
-SUITE = Suite(name=NAME, tasks=tuple(TASKS), run=run, check=check)
+SUITE = Suite(
+    name=NAME,
+    title="LongBench",
+    tasks=tuple(TASKS),
+    run=run,
+    check=check,
+    heads={"triviaqa": "TriviaQA", "trec": "TREC", "lcc": "LCC", "repobench-p": "RepoBench-P"},
+    about=About(
+        tasks="`triviaqa`, `trec`, `lcc`, `repobench-p`",
+        scores="F1; class; edit similarity",
+        lengths="longest",
+        samples="its files",
+        files="`triviaqa.jsonl`, `trec.jsonl`, `lcc.jsonl`, `repobench-p.jsonl`",
+    ),
+)

@@ -1,19 +1,29 @@
 """RULER as a suite: its samples from the cache, its files from --data, its notes into the table."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longrope2.errors import DataError
-from longrope2.evaluation.results import Outcome, answered, by_task, with_averages
+from longrope2.evaluation.results import with_averages
 from longrope2.evaluation.ruler import TASKS, make_all, make_samples, score, unavailable
 from longrope2.evaluation.ruler.generate import check as check_request
-from longrope2.evaluation.samples import Sample
-from longrope2.evaluation.suites import Setup, Suite, data_folder
+from longrope2.evaluation.suite import (
+    About,
+    Reading,
+    Sample,
+    Setup,
+    Suite,
+    SuiteOutcome,
+    answered,
+    by_task,
+    data_folder,
+)
 
 if TYPE_CHECKING:
-    from longrope2.evaluation.engine import Engine
+    from longrope2.evaluation.engine import EvaluationEngine
 
 NAME = "ruler"
 COUNT = 100
@@ -84,7 +94,7 @@ def check(setup: Setup) -> None:
         )
 
 
-def run(setup: Setup, engine: "Engine") -> Outcome:
+def run(setup: Setup, engine: "EvaluationEngine") -> SuiteOutcome:
     """All lengths, longest first."""
     sources = find_sources(setup)
     for note in sources.notes:
@@ -93,10 +103,10 @@ def run(setup: Setup, engine: "Engine") -> Outcome:
     for length in setup.lengths:
         samples = ruler_samples(setup, engine, sources, length)
         measured += by_task(samples, answered(samples, engine, f"ruler {length:,}"), METRICS)
-    return Outcome(measured=with_averages(measured), notes=sources.notes)
+    return SuiteOutcome(measured=with_averages(measured), notes=sources.notes)
 
 
-def ruler_samples(setup: Setup, engine: "Engine", sources: Sources, length: int) -> list[Sample]:
+def ruler_samples(setup: Setup, engine: "EvaluationEngine", sources: Sources, length: int) -> list[Sample]:
     """The samples of one length, made by the main process and read by the others."""
 
     def make() -> list[Sample]:
@@ -132,4 +142,27 @@ def ruler_samples(setup: Setup, engine: "Engine", sources: Sources, length: int)
     return samples or make()
 
 
-SUITE = Suite(name=NAME, tasks=tuple(TASKS), run=run, check=check)
+def readings(samples: int | None, tasks: Sequence[str], lengths: Sequence[int]) -> list[Reading]:
+    """Every task, where its files are there."""
+    return [Reading(length=length, count=(samples or COUNT) * len(tasks)) for length in lengths]
+
+
+SUITE = Suite(
+    name=NAME,
+    title="RULER",
+    tasks=tuple(TASKS),
+    run=run,
+    check=check,
+    readings=readings,
+    every_length=True,
+    figure="RULER, mean over tasks (%)",
+    summary="RULER",
+    about=About(
+        tasks="NVIDIA's 13, byte for byte",
+        scores="its own: references found (QA: any of them)",
+        lengths="all",
+        samples="100 a task",
+        files="`PaulGrahamEssays.json` (else the package's books), `squad.json` or `dev-v2.0.json`, `hotpotqa.json` or "
+        "`hotpot_dev_distractor_v1.json`, `english_words.json`",
+    ),
+)

@@ -12,13 +12,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longrope2.errors import DataError
-from longrope2.evaluation.results import Outcome, answered, by_task, with_averages
-from longrope2.evaluation.ruler.prompt import chat_frame
-from longrope2.evaluation.samples import Sample, encode, most_that_fit, read_rows, truncate_middle
-from longrope2.evaluation.suites import Setup, Suite, data_folder, existing
+from longrope2.evaluation.results import with_averages
+from longrope2.evaluation.suite import (
+    About,
+    Sample,
+    Setup,
+    Suite,
+    SuiteOutcome,
+    answered,
+    by_task,
+    chat_frame,
+    data_folder,
+    encode,
+    existing,
+    most_that_fit,
+    read_rows,
+    truncate_middle,
+)
 
 if TYPE_CHECKING:
-    from longrope2.evaluation.engine import Engine
+    from longrope2.evaluation.engine import EvaluationEngine
 
 NAME = "infinitebench"
 KEY_VALUE, CHOICE = "kv_retrieval", "longbook_choice_eng"
@@ -157,10 +170,24 @@ def check(setup: Setup) -> None:
         MAKERS[task](setup.trial, setup.trial.lengths[0])
 
 
-def run(setup: Setup, engine: "Engine") -> Outcome:
+def run(setup: Setup, engine: "EvaluationEngine") -> SuiteOutcome:
     """At the longest length."""
     samples = [sample for task in setup.tasks for sample in MAKERS[task](setup, setup.lengths[0])]
-    return Outcome(measured=with_averages(by_task(samples, answered(samples, engine, NAME), METRICS)))
+    return SuiteOutcome(measured=with_averages(by_task(samples, answered(samples, engine, NAME), METRICS)))
 
 
-SUITE = Suite(name=NAME, tasks=(KEY_VALUE, CHOICE), run=run, check=check)
+SUITE = Suite(
+    name=NAME,
+    title="∞Bench",
+    tasks=(KEY_VALUE, CHOICE),
+    run=run,
+    check=check,
+    heads={KEY_VALUE: "KV retrieval", CHOICE: "En.MC"},
+    about=About(
+        tasks="`kv_retrieval` (made here), `longbook_choice_eng`",
+        scores="its own",
+        lengths="longest",
+        samples="100; its file",
+        files="`longbook_choice_eng.jsonl`",
+    ),
+)

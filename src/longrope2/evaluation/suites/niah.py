@@ -7,14 +7,23 @@ from typing import TYPE_CHECKING, Any
 from longrope2 import needles
 from longrope2.books import read_books
 from longrope2.errors import DataError
-from longrope2.evaluation.results import Measured, Outcome, accuracy, answered, by_task
-from longrope2.evaluation.ruler.prompt import chat_frame
-from longrope2.evaluation.samples import Sample, encode
-from longrope2.evaluation.suites import Setup, Suite
+from longrope2.evaluation.results import Measured, accuracy
+from longrope2.evaluation.suite import (
+    About,
+    Reading,
+    Sample,
+    Setup,
+    Suite,
+    SuiteOutcome,
+    answered,
+    by_task,
+    chat_frame,
+    encode,
+)
 from longrope2.needles import MOST_DOCUMENTS, PAPER_TEMPLATE, NeedleDocument, make_needles
 
 if TYPE_CHECKING:
-    from longrope2.evaluation.engine import Engine
+    from longrope2.evaluation.engine import EvaluationEngine
 
 DEPTHS = tuple(tenth / 10 for tenth in range(11))
 RUNS = 10
@@ -89,7 +98,7 @@ def check(setup: Setup) -> None:
     _documents(setup, setup.lengths[0], count=1)
 
 
-def run(setup: Setup, engine: "Engine") -> Outcome:
+def run(setup: Setup, engine: "EvaluationEngine") -> SuiteOutcome:
     """All lengths; the grid has a cell for each length and depth."""
     measured: list[Measured] = []
     cells = {}
@@ -101,7 +110,7 @@ def run(setup: Setup, engine: "Engine") -> Outcome:
         for sample, score in zip(samples, scores, strict=True):
             by_depth[sample.details["depth"]].append(score)
         cells[length] = by_depth
-    return Outcome(measured=measured, grid=_grid(cells))
+    return SuiteOutcome(measured=measured, grid=_grid(cells))
 
 
 def _grid(cells: dict[int, dict[float, list[float]]]) -> dict[str, Any]:
@@ -118,4 +127,27 @@ def _grid(cells: dict[int, dict[float, list[float]]]) -> dict[str, Any]:
     }
 
 
-SUITE = Suite(name=NAME, tasks=(NAME,), run=run, most_samples=MOST_DOCUMENTS // len(DEPTHS), check=check)
+def readings(samples: int | None, tasks: Sequence[str], lengths: Sequence[int]) -> list[Reading]:
+    """A cell for each length and depth."""
+    return [Reading(length=length, count=(samples or RUNS) * len(DEPTHS)) for length in lengths]
+
+
+SUITE = Suite(
+    name=NAME,
+    title="Needle in a Haystack",
+    tasks=(NAME,),
+    run=run,
+    check=check,
+    most_samples=MOST_DOCUMENTS // len(DEPTHS),
+    readings=readings,
+    every_length=True,
+    has_grid=True,
+    summary="needles",
+    note="needle in a haystack",
+    about=About(
+        tasks="a number in a book at depths 0, 0.1, … 1",
+        scores="the whole number occurs in the answer (RULER's rule)",
+        lengths="all",
+        samples="10 a depth",
+    ),
+)

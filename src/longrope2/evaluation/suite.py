@@ -1,0 +1,315 @@
+"""What a suite gets (`Setup`), asks (`Sample`), gives (`SuiteOutcome`) and is (`Suite`)."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from longrope2.books import read_jsonl
+from longrope2.codec import opens_with_bos
+from longrope2.errors import DataError
+from longrope2.evaluation.results import Measured, accuracy, digest
+from longrope2.models import user_turn
+from longrope2.shapes import misfit
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from longrope2.evaluation.engine import EvaluationEngine
+
+MARKER = "[the task stands here]"
+ROOMY = 1 << 14
+"""Tokens that have room for the smallest sample of every task, whatever the tokenizer."""
+AnswerScorer = Callable[[str, Sequence[str]], float]
+"""(prediction, references) → a score from 0 to 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One question to a model."""
+
+    suite: str
+    task: str
+    length: int
+    """Tokens of the prompt and its answer together, at most."""
+    index: int
+    prompt: str | tuple[int, ...]
+    """Text, or tokens where the length has to be exact."""
+    references: tuple[str, ...]
+    max_new_tokens: int
+    score: AnswerScorer | None = field(compare=False)
+    """None where another program scores the answers."""
+    stop: tuple[str, ...] = ()
+    """The answer ends before the first of these."""
+    details: Mapping[str, Any] = field(default_factory=dict)
+    may_be_cut: bool = False
+    """Whether prompt and answer may take more than `length`, so that the window ends the answer unless told not to."""
+
+    @property
+    def key(self) -> str:
+        """Its place, for people."""
+        return f"{self.suite}/{self.task}/{self.length}/{self.index}"
+
+    def digest(self) -> str:
+        """What the answer depends on: the prompt and where it ends."""
+        prompt = self.prompt if isinstance(self.prompt, str) else list(self.prompt)
+        return digest("answer", prompt, self.max_new_tokens, self.stop)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """Tokens to continue greedily."""
+
+    token_ids: Sequence[int]
+    max_new_tokens: int
+    stop: Sequence[str] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextSpan:
+    """Tokens to score: those from `start` on, given what stands before them."""
+
+    token_ids: Sequence[int]
+    start: int
+
+    def digest(self) -> str:
+        """What the likelihood depends on."""
+        return digest("likelihood", list(self.token_ids), self.start)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What the user asked for, as far as a suite cares."""
+
+    tokenizer: Any
+    lengths: tuple[int, ...]
+    """Longest first."""
+    tasks: tuple[str, ...]
+    """Of this suite."""
+    named: bool
+    """Whether the user named these tasks, rather than taking all."""
+    samples: int | None
+    """Per task and length, or cell; None is the suite's own number."""
+    seed: int
+    data: Path | None
+    books: str | None
+    chat: bool
+    note: Callable[[str], None]
+    """Takes what people should know while it runs."""
+    cache: Path
+    """Where samples that take long to make are kept."""
+
+    @property
+    def trial(self) -> "Setup":
+        """The same for a first sample that is soon made, in order to see whether there can be one."""
+        return replace(self, samples=1, lengths=tuple(min(length, ROOMY) for length in self.lengths))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuiteOutcome:
+    """What a suite found."""
+
+    measured: list[Measured]
+    notes: list[str] = field(default_factory=list)
+    """What a reader of the numbers must know."""
+    grid: dict[str, Any] | None = None
+    """Scores by length and depth, for the heatmap."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """Sequences of one length that a model has to read, for a forecast."""
+
+    length: int
+    count: float
+    answered: bool = True
+    """Whether an answer to each follows; otherwise the text itself is scored."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suite:
+    """A benchmark: all that anything else needs to know of it."""
+
+    name: str
+    title: str
+    """At the head of its tables."""
+    tasks: tuple[str, ...]
+    """All it has, or for one that takes any, those it runs by default."""
+    run: "Callable[[Setup, EvaluationEngine], SuiteOutcome]"
+    check: Callable[[Setup], object] | None = None
+    """Refuses lengths and files that it cannot run with; called before a model is loaded for nothing."""
+    any_task: bool = False
+    """Whether it takes names beyond `tasks`."""
+    most_samples: int | None = None
+    """Where it cannot make as many as are asked for."""
+    readings: Callable[[int | None, Sequence[str], Sequence[int]], list[Reading]] | None = None
+    """What it has a model read, given samples, tasks and lengths; None where its files decide."""
+
+    # What it measures.
+    every_length: bool = False
+    """Whether it runs at every length, so that tables have lengths as columns, rather than at one."""
+    is_perplexity: bool = False
+    """Whether its numbers are perplexities rather than percentages, with a table for each task."""
+    is_retention: bool = False
+    """Whether it measures what a model keeps of the original's abilities."""
+    scores_texts: bool = False
+    """Whether it needs likelihoods, which vLLM does not give, rather than answers alone."""
+    has_grid: bool = False
+    """Whether it also gives scores by length and depth, drawn as a heatmap."""
+
+    # How it is called.
+    heads: Mapping[str, str] = field(default_factory=dict)
+    """Tasks as the paper's tables have them, where that is not their name."""
+    figure: str = ""
+    """What a figure of its averages by length has beside its axis; none is drawn without."""
+    summary: str = ""
+    """Its name in the report's summary; it has no place there without."""
+    note: str = ""
+    """What `evaluate --help` adds to its name."""
+    about: "About"
+
+
+@dataclass(frozen=True, kw_only=True)
+class About:
+    """The row of a suite in docs/evaluation.md."""
+
+    tasks: str
+    scores: str
+    lengths: str
+    samples: str
+    files: str = ""
+    """What it looks for in --data."""
+
+
+def answered(samples: Sequence[Sample], engine: "EvaluationEngine", label: str) -> list[float]:
+    """Run samples and score the answers."""
+    scores = []
+    for sample, answer in zip(samples, engine.answers(samples, label), strict=True):
+        assert sample.score is not None
+        scores.append(sample.score(answer, sample.references))
+    return scores
+
+
+def by_task(samples: Sequence[Sample], scores: Sequence[float], metrics: dict[str, str] | str) -> list[Measured]:
+    """One number for each task and length, in the order of the samples."""
+    found: list[Measured] = []
+    pairs = list(zip(samples, scores, strict=True))
+    for (suite, task, length), group in groupby(pairs, key=lambda pair: (pair[0].suite, pair[0].task, pair[0].length)):
+        metric = metrics if isinstance(metrics, str) else metrics[task]
+        own, answers = zip(*group, strict=True)
+        asked = digest([sample.digest() for sample in own])
+        found.append(accuracy(answers, suite=suite, task=task, length=length, metric=metric, asked=asked))
+    return found
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What a chat template puts around the task; the answer prefix follows, as the opening of the model's turn."""
+
+    before: str = ""
+    after: str = ""
+
+    def __call__(self, task_text: str) -> str:
+        """The task as a prompt."""
+        return self.before + task_text + self.after
+
+
+def chat_frame(tokenizer: "PreTrainedTokenizerBase") -> Frame:
+    """The frame of the tokenizer's own chat template: one user turn, then the opening of the assistant's."""
+    if not tokenizer.chat_template:
+        raise DataError("the tokenizer has no chat template", hint="leave the chat mode out: it is a base model")
+    # The answer prefix opens the answer itself, so there is no room for thoughts before it.
+    before, marker, after = user_turn(tokenizer, MARKER, enable_thinking=False).partition(MARKER)
+    if not marker:
+        raise DataError("the chat template does not show the user's message", hint="leave the chat mode out")
+    if opens_with_bos(tokenizer):
+        # Whoever tokenizes the prompt gets this one from the tokenizer.
+        before = before.removeprefix(str(tokenizer.bos_token))
+    return Frame(before, after)
+
+
+def prompt_tokens(tokenizer: Any, samples: Sequence[Sample]) -> list[list[int]]:
+    """Prompts as the model gets them; texts all at once, since a tokenizer takes many on many cores."""
+    texts = [sample.prompt for sample in samples if isinstance(sample.prompt, str)]
+    encoded = iter(tokenizer(texts, verbose=False).input_ids if texts else ())
+    return [next(encoded) if isinstance(sample.prompt, str) else list(sample.prompt) for sample in samples]
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Text to tokens, opened as the tokenizer opens any; its warning about long ones is not wanted here."""
+    ids: list[int] = tokenizer(text, verbose=False).input_ids
+    return ids
+
+
+def cut_at_stop(text: str, stop: Sequence[str]) -> str:
+    """The text before the first stop string."""
+    ends = [place for place in (text.find(word) for word in stop) if place >= 0]
+    return text[: min(ends)] if ends else text
+
+
+def truncate_middle(tokenizer: Any, prompt: str, most: int) -> str:
+    """At most so many tokens of a prompt: its two ends, which hold instruction and question."""
+    ids = encode(tokenizer, prompt)
+    half = most // 2
+    while len(ids) > most:
+        if half < 1:
+            raise DataError(
+                f"{max(most, 0)} tokens have no room for a prompt of {len(ids):,}", hint="ask for a greater length"
+            )
+        ends = (ids[:half], ids[-half:])
+        shortened = "".join(tokenizer.decode(part, skip_special_tokens=True) for part in ends)
+        count = len(encode(tokenizer, shortened))
+        if count <= most:
+            return shortened
+        half -= max(1, (count - most) // 2)  # at the seam, words may take more tokens than they did
+    return prompt
+
+
+def most_that_fit(count_tokens: Callable[[int], int], most: int, tokens: int) -> int:
+    """The most parts, from 1 to `most`, with at most so many tokens.
+
+    Parts take nearly the same number of tokens each, so a few counts suffice.
+    """
+    few = min(most, 32)
+    least = count_tokens(1)
+    each = max((count_tokens(few) - least) / max(few - 1, 1), 1.0)
+    parts = min(most, max(int((tokens - least) / each) + 1, 1))
+    while parts > 1 and (found := count_tokens(parts)) > tokens:
+        parts = max(1, min(parts - 1, parts - int((found - tokens) / each)))
+    while parts < most and count_tokens(parts + 1) <= tokens:
+        parts += 1
+    if least > tokens:
+        raise DataError(
+            "the shortest prompt and its answer do not fit", hint=f"ask for a length greater by {least - tokens}"
+        )
+    return parts
+
+
+def read_rows(path: Path, shape: dict[str, Any], *, source: str) -> Iterator[dict[str, Any]]:
+    """The objects of a .jsonl or .jsonl.gz file; an error names the line and how it differs from the shape."""
+    if not path.is_file():
+        raise DataError(f"{path}: no such file", hint=source)
+    empty = True
+    for where, row in read_jsonl(path, hint=source):
+        empty = False
+        if problem := misfit(row, shape):
+            raise DataError(f"{where}: {problem}", hint=source)
+        yield row
+    if empty:
+        raise DataError(f"{path}: no rows", hint=source)
+
+
+def data_folder(data: Path | None, suite: str, source: str) -> Path:
+    """Where the files of a suite lie: its own folder in --data, or that folder itself."""
+    if data is None:
+        raise DataError(f"suite {suite} needs its data files", hint=source)
+    own = data / suite
+    return own if own.is_dir() else data
+
+
+def existing(path: Path, source: str) -> Path:
+    """The same path, or an error that says where the file comes from."""
+    if not path.exists():
+        raise DataError(f"{path}: no such file or folder", hint=source)
+    return path

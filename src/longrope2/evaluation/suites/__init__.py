@@ -1,0 +1,30 @@
+"""Every suite, one file each: whatever needs a suite's name, title, tasks, columns or cost asks here."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from longrope2.evaluation.suite import Suite
+from longrope2.evaluation.suites import infinitebench, loft, longbench, niah, passkey, perplexity, ruler, short
+
+SUITES: dict[str, Suite] = {
+    module.SUITE.name: module.SUITE
+    for module in (ruler, niah, passkey, perplexity, infinitebench, longbench, loft, short)
+}
+"""In the order of tables."""
+
+
+def suites_of(scores: Iterable[Mapping[str, Any]]) -> list[Suite]:
+    """The suites that scores, as in results.json, belong to."""
+    present = {score["suite"] for score in scores}
+    return [suite for suite in SUITES.values() if suite.name in present]
+
+
+def summarised() -> list[Suite]:
+    """Those in the report's summary; the ones it draws as heatmaps come first."""
+    return sorted((suite for suite in SUITES.values() if suite.summary), key=lambda suite: not suite.has_grid)
+
+
+def listed() -> str:
+    """All of them in a sentence."""
+    names = [f"{suite.name} ({suite.note})" if suite.note else suite.name for suite in SUITES.values()]
+    return f"{', '.join(names[:-1])}, and {names[-1]}"
