@@ -13,7 +13,7 @@ import pytest
 from conftest import family_config
 from longrope2 import cli, files
 from longrope2.errors import LongRopeError
-from longrope2.evaluation import run as evaluation
+from longrope2.evaluation import evaluate as evaluation
 from longrope2.factors import RescaleFactors
 from longrope2.ledger import STAGES
 from longrope2.methods import METHODS, rescale

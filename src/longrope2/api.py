@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from longrope2.distributed import world
+from longrope2.evaluation.evaluate import BackendName, run_evaluation
 from longrope2.evaluation.results import RESULTS
-from longrope2.evaluation.run import BackendName, run_evaluation
 from longrope2.export.config import Profile
 from longrope2.export.engines import Format
 from longrope2.export.run import export

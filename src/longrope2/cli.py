@@ -557,7 +557,7 @@ def evaluate(model: str, output: Path, **options: Any) -> None:
     torchrun --nproc-per-node 8 -m longrope2 evaluate …
     """
     with _resumable():
-        from longrope2.evaluation.run import run_evaluation
+        from longrope2.evaluation.evaluate import run_evaluation
 
         run_evaluation(model, output, **options)
 

@@ -12,7 +12,7 @@ from longrope2.cli import cli, main
 from longrope2.errors import LongRopeError
 from longrope2.evaluation.config import EvaluationConfig
 from longrope2.evaluation.results import accuracy, with_averages
-from longrope2.evaluation.suite import About, Reading, Suite, SuiteOutcome
+from longrope2.evaluation.suite import Suite, SuiteOutcome
 from longrope2.evaluation.suites import SUITES
 from longrope2.report.summary import summarise
 
@@ -36,12 +36,13 @@ RIDDLES = Suite(
     title="Riddles of the Sphinx",
     tasks=("easy", "hard"),
     run=run,
-    readings=lambda samples, tasks, lengths: [Reading(length=n, count=1000 * len(tasks)) for n in lengths],
+    samples=10,
+    cells=100,
     every_length=True,
     heads={"hard": "Hard ones"},
     summary="riddles",
     note="with answers",
-    about=About(tasks="`easy`, `hard`", scores="right answers", lengths="all", samples="10"),
+    row="`easy`, `hard` | right answers | all | 10",
 )
 
 
@@ -104,7 +105,7 @@ def test_in_the_forecast_of_an_extension(tmp_path, monkeypatch, capsys):
 
     known = step()
     assert known["disk_gib"] == pytest.approx(2000 * 1000 / 2**30)
-    monkeypatch.setitem(SUITES, "riddles", replace(RIDDLES, readings=None))
+    monkeypatch.setitem(SUITES, "riddles", replace(RIDDLES, samples=None))
     unknown = step()
     assert (known["note"], unknown["note"]) == ("", "without riddles")
     assert unknown["seconds"] < known["seconds"]
@@ -112,6 +113,6 @@ def test_in_the_forecast_of_an_extension(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("name", [name for name in SUITES if name != "riddles"])
 def test_every_suite_has_its_rows_in_the_docs(name):
-    about, page = SUITES[name].about, DOCS.read_text()
-    assert f"| `{name}` | {about.tasks} | {about.scores} | {about.lengths} | {about.samples} |\n" in page
-    assert not about.files or f"| `{name}` | {about.files} |\n" in page
+    suite, page = SUITES[name], DOCS.read_text()
+    assert f"| `{name}` | {suite.row} |\n" in page
+    assert not suite.files or f"| `{name}` | {suite.files} |\n" in page

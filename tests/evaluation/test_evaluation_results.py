@@ -19,8 +19,8 @@ from longrope2.cli import main
 from longrope2.errors import LongRopeError, MissingExtraError
 from longrope2.evaluation.compare import compare
 from longrope2.evaluation.config import EvaluationConfig, lengths_for
+from longrope2.evaluation.evaluate import _described
 from longrope2.evaluation.results import Measured, accuracy, average, perplexity, with_averages
-from longrope2.evaluation.run import _described
 from longrope2.evaluation.suite import Prompt, TextSpan
 from longrope2.evaluation.table import retention, run_tables
 from longrope2.export.run import export
@@ -463,7 +463,7 @@ def test_tasks_belong_to_their_suites():
 
 
 def test_vllm_is_asked_as_it_wants(monkeypatch):
-    from longrope2.evaluation.vllm_backend import VllmBackend
+    from longrope2.evaluation.backend import VllmBackend
 
     asked = {}
 
@@ -490,7 +490,7 @@ def test_vllm_is_asked_as_it_wants(monkeypatch):
 
 
 def test_a_vllm_that_does_not_start_gives_one_message(monkeypatch):
-    from longrope2.evaluation.vllm_backend import VllmBackend
+    from longrope2.evaluation.backend import VllmBackend
 
     def fail(**_):
         raise RuntimeError("Engine core initialization failed.\nSee root cause above.")
@@ -502,7 +502,7 @@ def test_a_vllm_that_does_not_start_gives_one_message(monkeypatch):
 
 
 def test_without_vllm_the_pip_command_is_named(monkeypatch):
-    from longrope2.evaluation.vllm_backend import VllmBackend
+    from longrope2.evaluation.backend import VllmBackend
 
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(MissingExtraError) as caught:

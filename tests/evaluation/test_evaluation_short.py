@@ -10,7 +10,7 @@ from longrope2.distributed import World
 from longrope2.errors import DataError, LongRopeError
 from longrope2.evaluation.backend import TorchBackend
 from longrope2.evaluation.engine import EvaluationEngine, EvaluationJournal
-from longrope2.evaluation.short_data import local_tasks
+from longrope2.evaluation.harness import local_tasks
 from longrope2.evaluation.suite import Setup
 from longrope2.models import load
 
@@ -111,7 +111,7 @@ def test_likelihoods_and_answers_are_those_of_the_harness(tiny):
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
-    from longrope2.evaluation.short_model import EngineModel
+    from longrope2.evaluation.harness import EngineModel
 
     ours = EngineModel(engine_of(tiny), max_length=256)
     # One by one: in batches its rolling windows come out otherwise than from a plain forward (0.4.13).

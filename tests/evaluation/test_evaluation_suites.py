@@ -117,7 +117,7 @@ def test_no_room_for_a_prompt(tokenizer):
     least = int(caught.value.hint.split()[-1])
     assert fits(passkey.passkey_samples(setup_of(tokenizer, samples=1), least)[0], tokenizer) <= least
     with pytest.raises(DataError, match="no room"):
-        passkey.check(setup_of(tokenizer, lengths=(256, least - 1)))
+        passkey.SUITE.refuse(setup_of(tokenizer, lengths=(256, least - 1), tasks=passkey.SUITE.tasks))
 
 
 def test_no_room_for_a_needle(tokenizer):
@@ -440,9 +440,9 @@ def test_missing_data_says_where_it_comes_from(tokenizer, tmp_path):
     ):
         for data in (None, tmp_path):
             with pytest.raises(DataError) as caught:
-                suite.check(setup_of(tokenizer, lengths=(1 << 15,), tasks=tasks, data=data))
+                suite.SUITE.refuse(setup_of(tokenizer, lengths=(1 << 15,), tasks=tasks, data=data))
             assert place in caught.value.hint
-    infinitebench.check(setup_of(tokenizer, lengths=(1 << 15,), tasks=["kv_retrieval"]))
+    infinitebench.SUITE.refuse(setup_of(tokenizer, lengths=(1 << 15,), tasks=["kv_retrieval"]))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from nltk.tokenize.punkt import PunktSentenceTokenizer
 
 from longrope2.errors import DataError, MissingExtraError
-from longrope2.evaluation.ruler import haystack, niah, words
+from longrope2.evaluation.ruler import haystack, hiding
 from longrope2.evaluation.ruler.haystack import Haystack, find_breaks
 
 # Without trained parameters it knows no abbreviations, but breaks sentences by the same rules.
@@ -103,22 +103,22 @@ def test_without_punkt_the_error_says_how_to_get_it(tmp_path, monkeypatch):
 def test_without_wonderwords_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "wonderwords", None)
     with pytest.raises(MissingExtraError, match="wonderwords"):
-        words.word_list.__wrapped__("noun")
+        haystack.word_list.__wrapped__("noun")
 
 
 def test_compounds_are_the_sorted_set():
     firsts, seconds = ["old", "old-fashioned", "olden", "a", "a-b"], ["b-c", "c", "eye", "fat", "z z", "fashioned"]
     expected = sorted({f"{first}-{second}" for first in firsts for second in seconds})
-    assert list(words.Compounds(firsts, seconds)) == expected
-    assert words.Compounds(firsts, seconds)[-1] == expected[-1]
+    assert list(haystack.Compounds(firsts, seconds)) == expected
+    assert haystack.Compounds(firsts, seconds)[-1] == expected[-1]
 
 
 def test_keys_come_from_all_adjectives_and_nouns():
-    keys = words.adjective_nouns()
+    keys = haystack.adjective_nouns()
     assert len(keys) == 6_171_620  # of the full set, which takes long to build
     few = [keys[i] for i in random.Random(1).sample(range(len(keys)), 2000)]
     assert sorted(few) == [keys[i] for i in sorted(random.Random(1).sample(range(len(keys)), 2000))]
 
 
 def test_depths_are_numpys():
-    assert list(np.round(np.linspace(0, 100, num=40, endpoint=True)).astype(int)) == niah.DEPTHS
+    assert list(np.round(np.linspace(0, 100, num=40, endpoint=True)).astype(int)) == hiding.DEPTHS

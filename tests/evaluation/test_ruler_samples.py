@@ -12,8 +12,8 @@ from ruler_fixtures import neox_tokenizer, question_files
 
 from longrope2.errors import DataError, LongRopeError
 from longrope2.evaluation.ruler import TASKS, cache, counting, make_all, make_samples, unavailable
-from longrope2.evaluation.ruler.prompt import TokenCounter
 from longrope2.evaluation.ruler.questions import QuestionMaker
+from longrope2.evaluation.ruler.sizing import TokenCounter
 from longrope2.evaluation.suite import Frame, chat_frame
 
 NO_QUESTIONS = [name for name, task in TASKS.items() if task.question_file is None]

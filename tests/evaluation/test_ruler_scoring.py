@@ -3,7 +3,7 @@
 import pytest
 
 from longrope2.evaluation.ruler import score
-from longrope2.evaluation.ruler.scoring import clean
+from longrope2.evaluation.ruler.tasks import clean
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,18 @@
-"""A live model that answers prompts and scores texts in batches, each row on its side of the switch."""
+"""What runs the model: our own forwards, each row on its side of the switch, or vLLM, for speed."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from longrope2.attention import our_attention
-from longrope2.errors import LongRopeError
+from longrope2.errors import LongRopeError, require
 from longrope2.evaluation.decoding import RowsCache, one_token_each, rows_attention
 from longrope2.evaluation.suite import Prompt, TextSpan, cut_at_stop
 from longrope2.generation.run import Switch
-from longrope2.models import cached_values
+from longrope2.models import ModelInfo, cached_values, pretrained_source
 from longrope2.perplexity import LOGIT_ROWS, Score, head_logits, score_tokens, total
 
 # Of the memory that is free once the weights are loaded, the rest being for activations.
@@ -20,25 +20,7 @@ CACHE_SHARE = 0.5
 CPU_BATCH_TOKENS = 1 << 15
 # Enough to hide the cost of starting kernels for a small model, few enough to leave work for every process.
 BATCH_ROWS = 128
-
-
-class Backend(Protocol):
-    """What the engine needs of whatever runs the model."""
-
-    tokenizer: Any
-    window: int
-    """The longest sequence the model is made for."""
-    batch_rows: int
-    """How many prompts a batch may hold, and how many tokens:"""
-
-    def batch_tokens(self) -> int:
-        """As many as memory allows."""
-
-    def answer(self, prompts: Sequence[Prompt]) -> list[str]:
-        """Greedy continuations, up to the end of text, a stop string or their limit."""
-
-    def score(self, spans: Sequence[TextSpan]) -> list[Score]:
-        """The likelihood of texts."""
+ONE_SIDE = "vLLM uses the long factors at every length once its window exceeds the original one"
 
 
 class TorchBackend:
@@ -190,3 +172,49 @@ class TorchBackend:
                 f"out of memory while {doing} {longest:,} tokens ({self.model.dtype} on {self.model.device})",
                 hint="lower --batch-tokens, use shorter lengths, or a GPU with more memory",
             ) from error
+
+
+class VllmBackend:
+    """A model folder or hub id, served by vLLM in this process; not for the exact switch."""
+
+    batch_rows = 1024  # vLLM forms its own batches
+
+    def __init__(self, info: ModelInfo, tokenizer: Any, *, window: int, seed: int = 0) -> None:
+        self._vllm = require("vllm", extra="vllm", purpose="--backend vllm")
+        if info.is_gguf:
+            raise LongRopeError("--backend vllm needs a model folder or hub id, not a GGUF file")
+        self.tokenizer, self.window = tokenizer, window
+        source, options = pretrained_source(info)
+        try:
+            self._llm = self._vllm.LLM(
+                model=source,
+                revision=options.get("revision"),
+                max_model_len=window,  # it refuses more; an answer that comes so far ends one token early
+                seed=seed,
+                trust_remote_code=False,
+                disable_log_stats=True,
+            )
+        except (RuntimeError, ValueError, OSError) as error:
+            raise LongRopeError(
+                f"vLLM does not start with {info.name} ({' '.join(str(error).split())})",
+                hint="its own messages above say more; --backend torch does without it",
+            ) from error
+
+    def batch_tokens(self) -> int:
+        """vLLM looks after its memory itself."""
+        return 1 << 30
+
+    def answer(self, prompts: Sequence[Prompt]) -> list[str]:
+        """Greedy continuations."""
+        parameters = [
+            self._vllm.SamplingParams(temperature=0.0, max_tokens=prompt.max_new_tokens, stop=list(prompt.stop))
+            for prompt in prompts
+        ]
+        tokens = [{"prompt_token_ids": list(prompt.token_ids)} for prompt in prompts]
+        outputs = self._llm.generate(tokens, parameters, use_tqdm=False)
+        texts = [output.outputs[0].text for output in outputs]
+        return [cut_at_stop(text, prompt.stop) for text, prompt in zip(texts, prompts, strict=True)]
+
+    def score(self, spans: Sequence[TextSpan]) -> list[Score]:
+        """Refused."""
+        raise LongRopeError("suites that score texts do not run on vLLM", hint="leave --backend at its default")

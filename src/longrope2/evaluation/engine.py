@@ -7,22 +7,42 @@ interrupted runs again as a whole. Rounding depends on who shares a batch; so a 
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from longrope2.console import ProgressLine
 from longrope2.distributed import World
 from longrope2.errors import DataError
-from longrope2.evaluation.backend import Backend
 from longrope2.evaluation.results import digest
 from longrope2.evaluation.suite import Prompt, Sample, TextSpan, prompt_tokens
 from longrope2.journal import JournalFile
-from longrope2.perplexity import Score
+
+if TYPE_CHECKING:
+    from longrope2.perplexity import Score
 
 # A forward without a cache keeps a GPU busy with so many; more would only cost memory.
 SCORED_TOKENS = 1 << 15
 
 Item = TypeVar("Item")
 Value = TypeVar("Value")
+
+
+class Backend(Protocol):
+    """What the engine needs of whatever runs the model."""
+
+    tokenizer: Any
+    window: int
+    """The longest sequence the model is made for."""
+    batch_rows: int
+    """How many prompts a batch may hold, and how many tokens:"""
+
+    def batch_tokens(self) -> int:
+        """As many as memory allows."""
+
+    def answer(self, prompts: Sequence[Prompt]) -> list[str]:
+        """Greedy continuations, up to the end of text, a stop string or their limit."""
+
+    def score(self, spans: Sequence[TextSpan]) -> "list[Score]":
+        """The likelihood of texts."""
 
 
 class EvaluationJournal(JournalFile):
@@ -43,6 +63,8 @@ class EvaluationJournal(JournalFile):
 
     def take(self, entry: dict[str, Any]) -> None:
         """Know what was found on disk."""
+        from longrope2.perplexity import Score  # with torch, which suites are described without
+
         if entry["type"] == "answer":
             self.answers[entry["id"]] = str(entry["answer"])
         elif entry["type"] == "likelihood":
@@ -104,14 +126,14 @@ class EvaluationEngine:
         )
         return [self._answers[identity] for identity in ids]
 
-    def scores(self, spans: Sequence[TextSpan], label: str) -> list[Score]:
+    def scores(self, spans: Sequence[TextSpan], label: str) -> "list[Score]":
         """The likelihood of each span."""
         ids = [span.digest() for span in spans]
 
-        def compute(batch: Sequence[int]) -> list[Score]:
+        def compute(batch: Sequence[int]) -> "list[Score]":
             return self.backend.score([spans[index] for index in batch])
 
-        def keep(index: int, score: Score) -> None:
+        def keep(index: int, score: "Score") -> None:
             nll = score.nll if math.isfinite(score.nll) else None
             self._journal.write(
                 "likelihood", id=ids[index], sample=label, nll=nll, tokens=score.num_tokens, exact=score.exact

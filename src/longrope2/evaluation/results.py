@@ -82,19 +82,9 @@ def accuracy(
     scores: Sequence[float], *, suite: str, task: str, length: int | None, metric: str, asked: str | None = None
 ) -> Measured:
     """The mean of scores between 0 and 1, in percent; `asked` is a hash of the questions."""
-    mean = sum(scores) / len(scores)
-    low, high = wilson(mean, len(scores))
-    return Measured(
-        suite=suite,
-        task=task,
-        length=length,
-        metric=metric,
-        score=100 * mean,
-        samples=len(scores),
-        low=100 * low,
-        high=100 * high,
-        each=None if asked is None else Values(asked=asked, values=tuple(scores)),
-    )
+    each = None if asked is None else Values(asked=asked, values=tuple(scores))
+    fields: Any = {"suite": suite, "task": task, "length": length, "metric": metric, "each": each}
+    return _in_percent(sum(scores) / len(scores), len(scores), samples=len(scores), **fields)
 
 
 def average(parts: Sequence[Measured]) -> Measured:
@@ -102,17 +92,15 @@ def average(parts: Sequence[Measured]) -> Measured:
     scores = [part.score / 100 for part in parts if part.score is not None]
     assert len(scores) == len(parts)
     mean, count = mean_of_means(scores, [part.samples for part in parts])
+    fields: Any = {"suite": parts[0].suite, "task": AVERAGE, "length": parts[0].length}
+    samples = sum(part.samples for part in parts)
+    return _in_percent(mean, count, samples=samples, metric=f"mean over {len(parts)} tasks", **fields)
+
+
+def _in_percent(mean: float, count: float, **fields: Any) -> Measured:
+    """A mean that is as sure as that of `count` scores."""
     low, high = wilson(mean, count)
-    return Measured(
-        suite=parts[0].suite,
-        task=AVERAGE,
-        length=parts[0].length,
-        metric=f"mean over {len(parts)} tasks",
-        score=100 * mean,
-        samples=sum(part.samples for part in parts),
-        low=100 * low,
-        high=100 * high,
-    )
+    return Measured(score=100 * mean, low=100 * low, high=100 * high, **fields)
 
 
 def perplexity(scores: "Sequence[Score]", *, suite: str, task: str, length: int, asked: str) -> Measured:

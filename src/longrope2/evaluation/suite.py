@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from longrope2.books import read_jsonl
 from longrope2.codec import opens_with_bos
 from longrope2.errors import DataError
-from longrope2.evaluation.results import Measured, accuracy, digest
+from longrope2.evaluation.results import Measured, accuracy, digest, with_averages
 from longrope2.models import user_turn
 from longrope2.shapes import misfit
 
@@ -118,16 +118,6 @@ class SuiteOutcome:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
-    """Sequences of one length that a model has to read, for a forecast."""
-
-    length: int
-    count: float
-    answered: bool = True
-    """Whether an answer to each follows; otherwise the text itself is scored."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Suite:
     """A benchmark: all that anything else needs to know of it."""
 
@@ -136,17 +126,26 @@ class Suite:
     """At the head of its tables."""
     tasks: tuple[str, ...]
     """All it has, or for one that takes any, those it runs by default."""
-    run: "Callable[[Setup, EvaluationEngine], SuiteOutcome]"
+    make: Callable[[Setup, str, int], list[Sample]] | None = None
+    """The samples of a task at a length, for a suite that only asks questions, each on its own."""
+    metrics: Mapping[str, str] = field(default_factory=dict)
+    """What the score of each task is called."""
+    run: "Callable[[Setup, EvaluationEngine], SuiteOutcome] | None" = None
+    """Measures, where asking is not all there is to it."""
+    row: str
+    """Of the table in docs/evaluation.md: its tasks, how they are scored, lengths, samples."""
+    files: str = ""
+    """What it looks for in --data, in the other table there."""
     check: Callable[[Setup], object] | None = None
-    """Refuses lengths and files that it cannot run with; called before a model is loaded for nothing."""
+    """Refuses lengths and files that it cannot run with, where making a first sample would not."""
     any_task: bool = False
     """Whether it takes names beyond `tasks`."""
+    samples: int | None = None
+    """Of a task at one length, unless another number is asked for; None where its files decide."""
+    cells: int = 1
+    """Places at each length that have so many."""
     most_samples: int | None = None
     """Where it cannot make as many as are asked for."""
-    readings: Callable[[int | None, Sequence[str], Sequence[int]], list[Reading]] | None = None
-    """What it has a model read, given samples, tasks and lengths; None where its files decide."""
-
-    # What it measures.
     every_length: bool = False
     """Whether it runs at every length, so that tables have lengths as columns, rather than at one."""
     is_perplexity: bool = False
@@ -157,8 +156,6 @@ class Suite:
     """Whether it needs likelihoods, which vLLM does not give, rather than answers alone."""
     has_grid: bool = False
     """Whether it also gives scores by length and depth, drawn as a heatmap."""
-
-    # How it is called.
     heads: Mapping[str, str] = field(default_factory=dict)
     """Tasks as the paper's tables have them, where that is not their name."""
     figure: str = ""
@@ -167,19 +164,35 @@ class Suite:
     """Its name in the report's summary; it has no place there without."""
     note: str = ""
     """What `evaluate --help` adds to its name."""
-    about: "About"
 
+    def measure(self, setup: Setup, engine: "EvaluationEngine") -> SuiteOutcome:
+        """All that is asked for."""
+        if self.run is not None:
+            return self.run(setup, engine)
+        assert self.make is not None
+        measured: list[Measured] = []
+        for length in setup.lengths if self.every_length else setup.lengths[:1]:
+            samples = [sample for task in setup.tasks for sample in self.make(setup, task, length)]
+            scores = answered(samples, engine, f"{self.name} {length:,}")
+            measured += by_task(samples, scores, self.metrics)
+        return SuiteOutcome(measured=with_averages(measured))
 
-@dataclass(frozen=True, kw_only=True)
-class About:
-    """The row of a suite in docs/evaluation.md."""
+    def refuse(self, setup: Setup) -> None:
+        """Refuse lengths and files that it cannot run with, before a model is loaded for nothing."""
+        if self.check is not None:
+            self.check(setup)
+        elif self.make is not None:
+            for task in setup.tasks:
+                self.make(setup.trial, task, setup.trial.lengths[-1 if self.every_length else 0])
 
-    tasks: str
-    scores: str
-    lengths: str
-    samples: str
-    files: str = ""
-    """What it looks for in --data."""
+    def sequences(self, samples: int | None, tasks: Sequence[str], lengths: Sequence[int]) -> dict[int, float] | None:
+        """How many sequences of each length a model has to read, for a forecast; None where its files decide."""
+        if self.samples is None:
+            return None
+        count = (samples or self.samples) * self.cells
+        if self.is_perplexity:  # as much of a book at every length; a sliding window reads each token twice
+            return {length: 2 * count * max(lengths) / length for length in lengths}
+        return dict.fromkeys(lengths, count * len(tasks))
 
 
 def answered(samples: Sequence[Sample], engine: "EvaluationEngine", label: str) -> list[float]:
@@ -191,15 +204,14 @@ def answered(samples: Sequence[Sample], engine: "EvaluationEngine", label: str) 
     return scores
 
 
-def by_task(samples: Sequence[Sample], scores: Sequence[float], metrics: dict[str, str] | str) -> list[Measured]:
+def by_task(samples: Sequence[Sample], scores: Sequence[float], metrics: Mapping[str, str]) -> list[Measured]:
     """One number for each task and length, in the order of the samples."""
     found: list[Measured] = []
     pairs = list(zip(samples, scores, strict=True))
     for (suite, task, length), group in groupby(pairs, key=lambda pair: (pair[0].suite, pair[0].task, pair[0].length)):
-        metric = metrics if isinstance(metrics, str) else metrics[task]
         own, answers = zip(*group, strict=True)
         asked = digest([sample.digest() for sample in own])
-        found.append(accuracy(answers, suite=suite, task=task, length=length, metric=metric, asked=asked))
+        found.append(accuracy(answers, suite=suite, task=task, length=length, metric=metrics[task], asked=asked))
     return found
 
 
@@ -306,10 +318,3 @@ def data_folder(data: Path | None, suite: str, source: str) -> Path:
         raise DataError(f"suite {suite} needs its data files", hint=source)
     own = data / suite
     return own if own.is_dir() else data
-
-
-def existing(path: Path, source: str) -> Path:
-    """The same path, or an error that says where the file comes from."""
-    if not path.exists():
-        raise DataError(f"{path}: no such file or folder", hint=source)
-    return path

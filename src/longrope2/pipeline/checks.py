@@ -16,7 +16,7 @@ from longrope2.data.recall import RecallConfig
 from longrope2.data.sources import Source, read_documents
 from longrope2.errors import LongRopeError, all_problems, require
 from longrope2.evaluation.config import EvaluationConfig
-from longrope2.evaluation.run import check_suites
+from longrope2.evaluation.evaluate import check_suites
 from longrope2.export.config import profiled, with_forced_temperature
 from longrope2.export.engines import ENGINES
 from longrope2.export.gguf import ARCHITECTURES, check_architecture

@@ -213,21 +213,20 @@ def _evaluate(setting: Setting, step: Step, shape: Shape, machine: Machine) -> N
     options = {name: value for name, value in step.options.items() if name not in DATA_PATHS}
     config = EvaluationConfig(**{**options, "beyond_window": True})
     lengths = lengths_for(config, setting.recipe.target_length)
-    suites = [SUITES[name] for name in dict.fromkeys(config.suites)]
-    read = [
-        part
-        for suite in suites
-        if suite.readings is not None
-        for part in suite.readings(config.samples, config.tasks_of(suite.name), lengths)
-    ]
-    unknown = [suite.name for suite in suites if suite.readings is None]
-    seconds = sum(
-        (DECODING if part.answered else 1) * part.count * _forward(shape, machine, part.length) for part in read
-    )
+    seconds, prompts, unknown = 0.0, 0.0, []
+    for suite in (SUITES[name] for name in dict.fromkeys(config.suites)):
+        read = suite.sequences(config.samples, config.tasks_of(suite.name), lengths)
+        if read is None:
+            unknown.append(suite.name)
+            continue
+        answers = not suite.scores_texts
+        prompts += answers * sum(read.values())
+        reading = sum(count * _forward(shape, machine, length) for length, count in read.items())
+        seconds += reading * (DECODING if answers else 1)
     return Needs(
         seconds=OVERHEAD_SECONDS["evaluate"] + seconds,
         memory=_reading_memory(shape, machine, lengths[0]),
-        disk=1000.0 * sum(part.count for part in read if part.answered),
+        disk=1000.0 * prompts,
         note=f"without {', '.join(unknown)}" if unknown else "",
     )
 

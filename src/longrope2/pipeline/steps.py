@@ -17,7 +17,7 @@ from longrope2.data.sources import PACKAGE_BOOKS
 from longrope2.distributed import world
 from longrope2.errors import LongRopeError
 from longrope2.evaluation.config import EvaluationConfig, lengths_for
-from longrope2.evaluation.run import run_evaluation
+from longrope2.evaluation.evaluate import run_evaluation
 from longrope2.export.engines import ENGINES, Format
 from longrope2.export.reference import Reference
 from longrope2.export.run import export

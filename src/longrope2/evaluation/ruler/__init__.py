@@ -6,7 +6,6 @@ For the same seed, tokenizer, haystack and QA files, `input`, `outputs` and `len
 from longrope2.evaluation.ruler.cache import make_all
 from longrope2.evaluation.ruler.generate import RulerSample, make_samples
 from longrope2.evaluation.ruler.questions import unavailable
-from longrope2.evaluation.ruler.scoring import score
-from longrope2.evaluation.ruler.tasks import TASKS, RulerTask
+from longrope2.evaluation.ruler.tasks import TASKS, RulerTask, score
 
 __all__ = ["TASKS", "RulerSample", "RulerTask", "make_all", "make_samples", "score", "unavailable"]

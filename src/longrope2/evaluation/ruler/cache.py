@@ -17,9 +17,7 @@ from longrope2.console import ProgressLine
 from longrope2.errors import DataError, LongRopeError
 from longrope2.evaluation.ruler.generate import Request, RulerSample, check, make
 from longrope2.evaluation.ruler.haystack import haystack_fingerprint
-from longrope2.evaluation.ruler.prompt import TokenCounter
 from longrope2.evaluation.ruler.tasks import TASKS
-from longrope2.evaluation.suite import Frame, chat_frame
 from longrope2.files import atomic_path, package_versions
 
 if TYPE_CHECKING:
@@ -50,13 +48,8 @@ def make_all(
     for task in tasks:
         for length in lengths:
             check(task, length=length, count=count, qa_file=files.get(task))
-    common = Request(
-        count=count,
-        seed=seed,
-        counter=TokenCounter.of(tokenizer),
-        frame=chat_frame(tokenizer) if chat_template else Frame(),
-        haystack=haystack,
-        english_words=english_words,
+    common = Request.of(
+        tokenizer, chat_template=chat_template, count=count, seed=seed, haystack=haystack, english_words=english_words
     )
     # The longest first, so that no process is left with one at the end.
     requests = [

@@ -12,10 +12,9 @@ import numpy as np
 
 from longrope2.books import read_books
 from longrope2.errors import DataError
-from longrope2.evaluation.ruler.haystack import read_json
+from longrope2.evaluation.ruler.haystack import common_words, read_json
 from longrope2.evaluation.ruler.sizing import Draft, Maker
 from longrope2.evaluation.ruler.tasks import COMMON_WORDS, FREQUENT_WORDS
-from longrope2.evaluation.ruler.words import common_words
 from longrope2.evaluation.suite import Frame
 
 COMMON = 10  # words to be found

@@ -1,17 +1,16 @@
 """Samples of one task at one length."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from longrope2.errors import DataError
 from longrope2.evaluation.ruler.counting import CommonWordsMaker, frequent_words
 from longrope2.evaluation.ruler.haystack import load_haystack
-from longrope2.evaluation.ruler.niah import NeedleMaker
-from longrope2.evaluation.ruler.prompt import TokenCounter
+from longrope2.evaluation.ruler.hiding import NeedleMaker
 from longrope2.evaluation.ruler.questions import ORIGINS, QuestionMaker, read_questions
-from longrope2.evaluation.ruler.sizing import Draft, Maker, fitting
+from longrope2.evaluation.ruler.sizing import Draft, Maker, TokenCounter, fitting
 from longrope2.evaluation.ruler.tasks import TASKS, RulerTask
 from longrope2.evaluation.ruler.tracking import TrackingMaker
 from longrope2.evaluation.suite import Frame, chat_frame
@@ -51,6 +50,12 @@ class Request:
     length: int = 0
     qa_file: Path | None = None
 
+    @classmethod
+    def of(cls, tokenizer: "PreTrainedTokenizerBase", *, chat_template: bool, **options: Any) -> "Request":
+        """What samples of all tasks and lengths have in common."""
+        frame = chat_frame(tokenizer) if chat_template else Frame()
+        return cls(counter=TokenCounter.of(tokenizer), frame=frame, **options)
+
 
 def make_samples(
     task: str,
@@ -70,18 +75,10 @@ def make_samples(
     english_words.json, which only cwe near 128k needs (None: words of the package's books).
     """
     check(task, length=length, count=count, qa_file=qa_file)
-    request = Request(
-        task=task,
-        length=length,
-        count=count,
-        seed=seed,
-        counter=TokenCounter.of(tokenizer),
-        frame=chat_frame(tokenizer) if chat_template else Frame(),
-        haystack=haystack,
-        qa_file=qa_file,
-        english_words=english_words,
+    common = Request.of(
+        tokenizer, chat_template=chat_template, count=count, seed=seed, haystack=haystack, english_words=english_words
     )
-    return make(request)
+    return make(replace(common, task=task, length=length, qa_file=qa_file))
 
 
 def check(task: str, *, length: int, count: int, qa_file: Path | None) -> None:

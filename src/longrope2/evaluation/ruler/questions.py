@@ -20,7 +20,7 @@ ORIGINS = {
 
 
 @dataclass(frozen=True)
-class Question:
+class RulerQuestion:
     """A question with its answers; documents are numbers in the sorted list of all."""
 
     text: str
@@ -62,7 +62,7 @@ class QuestionMaker(Maker):
         text = self._task.template.format(context=context, query=question.text)
         return Draft(self._frame(text), self._task.answer_prefix, question.answers)
 
-    def _choose(self, question: Question, size: int) -> list[int]:
+    def _choose(self, question: RulerQuestion, size: int) -> list[int]:
         total = len(self._documents)
         if size >= total:
             return [number % total for number in range(size)]
@@ -75,7 +75,7 @@ class QuestionMaker(Maker):
 
 
 @lru_cache(maxsize=2)
-def read_questions(kind: str, file: Path) -> tuple[list[Question], list[str]]:
+def read_questions(kind: str, file: Path) -> tuple[list[RulerQuestion], list[str]]:
     """All answerable questions of a file in its order, and all its documents, sorted."""
     content = read_json(file)
     try:
@@ -84,7 +84,7 @@ def read_questions(kind: str, file: Path) -> tuple[list[Question], list[str]]:
         raise DataError(f"{file}: not in the format of {kind}", hint=f"give {ORIGINS[kind]}") from error
 
 
-def _squad(content: Any) -> tuple[list[Question], list[str]]:
+def _squad(content: Any) -> tuple[list[RulerQuestion], list[str]]:
     articles = [article["paragraphs"] for article in content["data"]]
     documents = sorted({paragraph["context"] for article in articles for paragraph in article})
     numbers = {document: number for number, document in enumerate(documents)}
@@ -95,19 +95,19 @@ def _squad(content: Any) -> tuple[list[Question], list[str]]:
             own = numbers[paragraph["context"]]
             related = [number for number in of_article if number != own]
             questions += [
-                Question(asked["question"], [answer["text"] for answer in asked["answers"]], [own], related)
+                RulerQuestion(asked["question"], [answer["text"] for answer in asked["answers"]], [own], related)
                 for asked in paragraph["qas"]
                 if not asked["is_impossible"]
             ]
     return questions, documents
 
 
-def _hotpotqa(content: Any) -> tuple[list[Question], list[str]]:
+def _hotpotqa(content: Any) -> tuple[list[RulerQuestion], list[str]]:
     contexts = [[f"{title}\n{''.join(sentences)}" for title, sentences in asked["context"]] for asked in content]
     documents = sorted({document for context in contexts for document in context})
     numbers = {document: number for number, document in enumerate(documents)}
     questions = [
-        Question(asked["question"], [asked["answer"]], [numbers[document] for document in context], [])
+        RulerQuestion(asked["question"], [asked["answer"]], [numbers[document] for document in context], [])
         for asked, context in zip(content, contexts, strict=True)
     ]
     return questions, documents

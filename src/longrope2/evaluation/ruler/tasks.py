@@ -3,12 +3,15 @@
 Wording is benchmark data: a changed comma makes scores incomparable.
 """
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 DOCUMENT = "Document {number}:\n{document}"
+CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f]")
 
 Haystack = Literal["noise", "essay", "needle"]
 Needle = Literal["words", "numbers", "uuids"]
@@ -128,3 +131,15 @@ TASKS: dict[str, RulerTask] = {
         _question_task("qa_2", "hotpotqa"),
     )
 }
+
+
+def score(task: str, prediction: str, outputs: Sequence[str]) -> float:
+    """The score of one answer, 0 to 1: the share of the references found in it; for QA, whether any is found."""
+    answer = clean(prediction).lower()
+    found = [output.lower() in answer for output in outputs]
+    return float(any(found)) if TASKS[task].metric == "part" else sum(found) / len(found)
+
+
+def clean(prediction: str) -> str:
+    """The answer as it is compared: control characters become newlines."""
+    return CONTROL_CHARACTERS.sub("\n", prediction.strip()).strip()

@@ -8,30 +8,20 @@ import random
 import re
 import uuid
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from longrope2.errors import DataError
-from longrope2.evaluation.results import with_averages
 from longrope2.evaluation.suite import (
-    About,
     Sample,
     Setup,
     Suite,
-    SuiteOutcome,
-    answered,
-    by_task,
     chat_frame,
     data_folder,
     encode,
-    existing,
     most_that_fit,
     read_rows,
     truncate_middle,
 )
-
-if TYPE_CHECKING:
-    from longrope2.evaluation.engine import EvaluationEngine
 
 NAME = "infinitebench"
 KEY_VALUE, CHOICE = "kv_retrieval", "longbook_choice_eng"
@@ -53,11 +43,6 @@ CHOICE_CHAT_PROMPT = (
 CHOICE_FILE = f"{CHOICE}.jsonl"
 SOURCE = f"{CHOICE_FILE} is a file of huggingface.co/datasets/xinrongzhang2022/InfiniteBench; put it into --data DIR"
 LETTERS = "ABCD"
-
-
-def find_files(data: Path | None, tasks: Sequence[str]) -> dict[str, Path]:
-    """The file of En.MC; key-value retrieval needs none."""
-    return {task: existing(data_folder(data, NAME, SOURCE) / CHOICE_FILE, SOURCE) for task in tasks if task == CHOICE}
 
 
 def value_found(prediction: str, references: Sequence[str]) -> float:
@@ -126,7 +111,7 @@ def key_value_samples(setup: Setup, length: int) -> list[Sample]:
 
 def choice_samples(setup: Setup, length: int) -> list[Sample]:
     """Questions on whole books, which are cut in their middle to fit."""
-    path = find_files(setup.data, [CHOICE])[CHOICE]
+    path = data_folder(setup.data, NAME, SOURCE) / CHOICE_FILE
     frame = chat_frame(setup.tokenizer) if setup.chat else str
     most = length - CHOICE_TOKENS - len(encode(setup.tokenizer, frame("")))
     samples = []
@@ -160,34 +145,13 @@ def _identifier(rng: random.Random) -> str:
     return str(uuid.UUID(int=rng.getrandbits(128), version=4))
 
 
-MAKERS = {KEY_VALUE: key_value_samples, CHOICE: choice_samples}
-METRICS = {KEY_VALUE: "value found", CHOICE: "letter right"}
-
-
-def check(setup: Setup) -> None:
-    """Refuse a length without room for a question, and a file that is missing."""
-    for task in setup.tasks:
-        MAKERS[task](setup.trial, setup.trial.lengths[0])
-
-
-def run(setup: Setup, engine: "EvaluationEngine") -> SuiteOutcome:
-    """At the longest length."""
-    samples = [sample for task in setup.tasks for sample in MAKERS[task](setup, setup.lengths[0])]
-    return SuiteOutcome(measured=with_averages(by_task(samples, answered(samples, engine, NAME), METRICS)))
-
-
 SUITE = Suite(
     name=NAME,
     title="∞Bench",
     tasks=(KEY_VALUE, CHOICE),
-    run=run,
-    check=check,
+    make=lambda setup, task, length: (key_value_samples if task == KEY_VALUE else choice_samples)(setup, length),
+    metrics={KEY_VALUE: "value found", CHOICE: "letter right"},
     heads={KEY_VALUE: "KV retrieval", CHOICE: "En.MC"},
-    about=About(
-        tasks="`kv_retrieval` (made here), `longbook_choice_eng`",
-        scores="its own",
-        lengths="longest",
-        samples="100; its file",
-        files="`longbook_choice_eng.jsonl`",
-    ),
+    row="`kv_retrieval` (made here), `longbook_choice_eng` | its own | longest | 100; its file",
+    files="`longbook_choice_eng.jsonl`",
 )

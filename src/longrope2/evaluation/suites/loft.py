@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from longrope2.errors import DataError
+from longrope2.evaluation.engine import EvaluationEngine
 from longrope2.evaluation.results import with_averages
 from longrope2.evaluation.suite import (
-    About,
     Sample,
     Setup,
     Suite,
@@ -23,12 +23,8 @@ from longrope2.evaluation.suite import (
     by_task,
     chat_frame,
     data_folder,
-    existing,
     read_rows,
 )
-
-if TYPE_CHECKING:
-    from longrope2.evaluation.engine import EvaluationEngine
 
 NAME = "loft"
 NEW_TOKENS = 512
@@ -46,7 +42,7 @@ CLOSEST = "If there is no perfect answer output the closest one. Do not give an 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class LoftTask:
     """How one of its datasets is asked."""
 
     instruction: str
@@ -58,7 +54,7 @@ class Task:
 
 
 CAREFULLY = "You need to read carefully and understand all of them."
-CLAIMS = Task(
+CLAIMS = LoftTask(
     instruction=f"You will be given a list of passages. {CAREFULLY} Then you will be given a claim, and your goal is "
     "to find all passages from the list that can help verify the claim as true of false. Print out the ID and TITLE "
     "of each passage.",
@@ -68,7 +64,7 @@ CLAIMS = Task(
     titled=True,
 )
 TASKS = {
-    "arguana": Task(
+    "arguana": LoftTask(
         instruction=f"You will be given a list of statements. {CAREFULLY} Then you will be given a claim, and your "
         "goal is to find all statements from the list that can counterargue the claim.",
         query="Given a claim, which statements provide a counterargument? Print out the CONTENT and ID of each "
@@ -77,7 +73,7 @@ TASKS = {
         titled=False,
     ),
     "fever": CLAIMS,
-    "hotpotqa": Task(
+    "hotpotqa": LoftTask(
         instruction=f"You will be given a list of documents. {CAREFULLY} Then you will be given a query that may "
         "require you to use 1 or more documents to find the answer. Your goal is to find all documents from the list "
         "that can help answer the query. Print out the ID and TITLE of each document.",
@@ -86,7 +82,7 @@ TASKS = {
         titled=True,
         top=2,
     ),
-    "msmarco": Task(
+    "msmarco": LoftTask(
         instruction=f"You will be given a list of documents. {CAREFULLY} Then you will be given a query, and your "
         "goal is to find all documents from the list that can help answer the query. Print out the ID and CONTENT of "
         "each document.",
@@ -95,7 +91,7 @@ TASKS = {
         "The following documents can answer the query:",
         titled=False,
     ),
-    "nq": Task(
+    "nq": LoftTask(
         instruction=f"You will be given a list of documents. {CAREFULLY} Then you will be given a query, and your "
         "goal is to find all documents from the list that can help answer the query. Print out the ID and TITLE of "
         "each document.",
@@ -104,7 +100,7 @@ TASKS = {
         "The following documents can help answer the query:",
         titled=True,
     ),
-    "quora": Task(
+    "quora": LoftTask(
         instruction=f"You will be given a list of questions. {CAREFULLY} Then you will be given a new question, and "
         "your goal is to find all questions from the list that are near duplicates of the new question. Print out the "
         "ID and CONTENT of each question.",
@@ -123,13 +119,13 @@ def source(task: str) -> str:
     return f"unpack https://storage.googleapis.com/loft-bench/retrieval/{task}.zip into --data DIR ({task}/128k/…)"
 
 
-def find_files(data: Path | None, tasks: Sequence[str]) -> dict[str, Path]:
-    """The folder of each task, which has one for each length."""
-    found = {}
-    for task in tasks:
-        base = data_folder(data, NAME, source(task))
-        places = [base / task, base / "retrieval" / task, base / "data" / "retrieval" / task]
-        found[task] = next((place for place in places if place.is_dir()), None) or existing(places[0], source(task))
+def find_folder(data: Path | None, task: str) -> Path:
+    """The folder of a task, which has one for each length."""
+    base = data_folder(data, NAME, source(task))
+    places = [base / task, base / "retrieval" / task, base / "data" / "retrieval" / task]
+    found = next((place for place in places if place.is_dir()), None)
+    if found is None:
+        raise DataError(f"{places[0]}: no such folder", hint=source(task))
     return found
 
 
@@ -158,7 +154,7 @@ def final_answer(prediction: str) -> list[Any]:
     return []
 
 
-class Corpus:
+class LoftCorpus:
     """The files of one task at one length."""
 
     def __init__(self, folder: Path, task: str) -> None:
@@ -218,7 +214,7 @@ def loft_samples(setup: Setup, task: str, length: int) -> list[Sample]:
         raise DataError(
             f"LOFT has corpora of {known} tokens, none of {length:,}", hint=f"longest of --lengths: {known}"
         )
-    corpus = Corpus(find_files(setup.data, [task])[task] / LENGTHS[length], task)
+    corpus = LoftCorpus(find_folder(setup.data, task) / LENGTHS[length], task)
     frame = chat_frame(setup.tokenizer) if setup.chat else str
     context = corpus.context()
     return [
@@ -244,7 +240,7 @@ def check(setup: Setup) -> None:
         loft_samples(replace(setup, samples=1), task, setup.lengths[0])
 
 
-def run(setup: Setup, engine: "EvaluationEngine") -> SuiteOutcome:
+def run(setup: Setup, engine: EvaluationEngine) -> SuiteOutcome:
     """At the longest length."""
     measured = []
     for task in setup.tasks:
@@ -259,20 +255,8 @@ SUITE = Suite(
     tasks=tuple(TASKS),
     run=run,
     check=check,
-    heads={
-        "arguana": "ArguAna",
-        "fever": "FEVER",
-        "hotpotqa": "HotPotQA",
-        "msmarco": "MS MARCO",
-        "nq": "NQ",
-        "quora": "Quora",
-        "scifact": "SciFact",
-    },
-    about=About(
-        tasks="`arguana`, `fever`, `hotpotqa`, `msmarco`, `nq`, `quora`, `scifact`",
-        scores="recall@1; HotpotQA mrecall@2",
-        lengths="longest: 32k, 128k or 1M",
-        samples="its files",
-        files="`<task>/128k/corpus.jsonl`, `few_shot_queries.jsonl`, `test_queries.jsonl` or `dev_queries.jsonl`",
-    ),
+    heads=dict(zip(TASKS, ("ArguAna", "FEVER", "HotPotQA", "MS MARCO", "NQ", "Quora", "SciFact"), strict=True)),
+    row="`arguana`, `fever`, `hotpotqa`, `msmarco`, `nq`, `quora`, `scifact` | recall@1; HotpotQA mrecall@2 | "
+    "longest: 32k, 128k or 1M | its files",
+    files="`<task>/128k/corpus.jsonl`, `few_shot_queries.jsonl`, `test_queries.jsonl` or `dev_queries.jsonl`",
 )

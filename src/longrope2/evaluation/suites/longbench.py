@@ -10,33 +10,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING
 
-from longrope2.evaluation.results import with_averages
-from longrope2.evaluation.suite import (
-    About,
-    AnswerScorer,
-    Sample,
-    Setup,
-    Suite,
-    SuiteOutcome,
-    answered,
-    by_task,
-    data_folder,
-    existing,
-    read_rows,
-    truncate_middle,
-)
-
-if TYPE_CHECKING:
-    from longrope2.evaluation.engine import EvaluationEngine
+from longrope2.evaluation.suite import AnswerScorer, Sample, Setup, Suite, data_folder, read_rows, truncate_middle
 
 NAME = "longbench"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class LongBenchTask:
     """One of its tasks."""
 
     prompt: str
@@ -45,24 +26,24 @@ class Task:
 
 
 TASKS = {
-    "triviaqa": Task(
+    "triviaqa": LongBenchTask(
         prompt="Answer the question based on the given passage. Only give me the answer and do not output any other "
         "words. The following are some examples.\n\n{context}\n\n{input}",
         new_tokens=32,
         metric="F1",
     ),
-    "trec": Task(
+    "trec": LongBenchTask(
         prompt="Please determine the type of the question below. Here are some examples of questions.\n\n"
         "{context}\n{input}",
         new_tokens=64,
         metric="class right",
     ),
-    "lcc": Task(
+    "lcc": LongBenchTask(
         prompt="Please complete the code given below. \n{context}Next line of code:\n",
         new_tokens=64,
         metric="edit similarity",
     ),
-    "repobench-p": Task(
+    "repobench-p": LongBenchTask(
         prompt="Please complete the code given below. \n{context}{input}Next line of code:\n",
         new_tokens=64,
         metric="edit similarity",
@@ -73,11 +54,6 @@ TASKS = {
 def source(task: str) -> str:
     """Where a task's file comes from."""
     return f"{task}.jsonl is in data.zip of huggingface.co/datasets/THUDM/LongBench; put it into --data DIR"
-
-
-def find_files(data: Path | None, tasks: Sequence[str]) -> dict[str, Path]:
-    """The file of each task."""
-    return {task: existing(data_folder(data, NAME, source(task)) / f"{task}.jsonl", source(task)) for task in tasks}
 
 
 def f1(prediction: str, references: Sequence[str]) -> float:
@@ -132,7 +108,7 @@ def _first_line(prediction: str) -> str:
 def longbench_samples(setup: Setup, task: str, length: int) -> list[Sample]:
     """The samples of a task's file, cut in their middle to fit."""
     described = TASKS[task]
-    path = find_files(setup.data, [task])[task]
+    path = data_folder(setup.data, NAME, source(task)) / f"{task}.jsonl"
     shape = {"input": str, "context": str, "answers": [str]}
     if described.metric == "class right":
         shape["all_classes"] = [str]
@@ -161,31 +137,13 @@ def longbench_samples(setup: Setup, task: str, length: int) -> list[Sample]:
     return samples
 
 
-def check(setup: Setup) -> None:
-    """Refuse a length without room for a question, and files that are missing."""
-    for task in setup.tasks:
-        longbench_samples(setup.trial, task, setup.trial.lengths[0])
-
-
-def run(setup: Setup, engine: "EvaluationEngine") -> SuiteOutcome:
-    """At the longest length."""
-    samples = [sample for task in setup.tasks for sample in longbench_samples(setup, task, setup.lengths[0])]
-    metrics = {name: task.metric for name, task in TASKS.items()}
-    return SuiteOutcome(measured=with_averages(by_task(samples, answered(samples, engine, NAME), metrics)))
-
-
 SUITE = Suite(
     name=NAME,
     title="LongBench",
     tasks=tuple(TASKS),
-    run=run,
-    check=check,
+    make=longbench_samples,
+    metrics={name: task.metric for name, task in TASKS.items()},
     heads={"triviaqa": "TriviaQA", "trec": "TREC", "lcc": "LCC", "repobench-p": "RepoBench-P"},
-    about=About(
-        tasks="`triviaqa`, `trec`, `lcc`, `repobench-p`",
-        scores="F1; class; edit similarity",
-        lengths="longest",
-        samples="its files",
-        files="`triviaqa.jsonl`, `trec.jsonl`, `lcc.jsonl`, `repobench-p.jsonl`",
-    ),
+    row="`triviaqa`, `trec`, `lcc`, `repobench-p` | F1; class; edit similarity | longest | its files",
+    files="`triviaqa.jsonl`, `trec.jsonl`, `lcc.jsonl`, `repobench-p.jsonl`",
 )

@@ -2,28 +2,15 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from longrope2 import needles
 from longrope2.books import read_books
 from longrope2.errors import DataError
+from longrope2.evaluation.engine import EvaluationEngine
 from longrope2.evaluation.results import Measured, accuracy
-from longrope2.evaluation.suite import (
-    About,
-    Reading,
-    Sample,
-    Setup,
-    Suite,
-    SuiteOutcome,
-    answered,
-    by_task,
-    chat_frame,
-    encode,
-)
+from longrope2.evaluation.suite import Sample, Setup, Suite, SuiteOutcome, answered, by_task, chat_frame, encode
 from longrope2.needles import MOST_DOCUMENTS, PAPER_TEMPLATE, NeedleDocument, make_needles
-
-if TYPE_CHECKING:
-    from longrope2.evaluation.engine import EvaluationEngine
 
 DEPTHS = tuple(tenth / 10 for tenth in range(11))
 RUNS = 10
@@ -98,14 +85,14 @@ def check(setup: Setup) -> None:
     _documents(setup, setup.lengths[0], count=1)
 
 
-def run(setup: Setup, engine: "EvaluationEngine") -> SuiteOutcome:
+def run(setup: Setup, engine: EvaluationEngine) -> SuiteOutcome:
     """All lengths; the grid has a cell for each length and depth."""
     measured: list[Measured] = []
     cells = {}
     for length in setup.lengths:
         samples = niah_samples(setup, length)
         scores = answered(samples, engine, f"niah {length:,}")
-        measured += by_task(samples, scores, "number found")
+        measured += by_task(samples, scores, {NAME: "number found"})
         by_depth: dict[float, list[float]] = defaultdict(list)
         for sample, score in zip(samples, scores, strict=True):
             by_depth[sample.details["depth"]].append(score)
@@ -127,11 +114,6 @@ def _grid(cells: dict[int, dict[float, list[float]]]) -> dict[str, Any]:
     }
 
 
-def readings(samples: int | None, tasks: Sequence[str], lengths: Sequence[int]) -> list[Reading]:
-    """A cell for each length and depth."""
-    return [Reading(length=length, count=(samples or RUNS) * len(DEPTHS)) for length in lengths]
-
-
 SUITE = Suite(
     name=NAME,
     title="Needle in a Haystack",
@@ -139,15 +121,12 @@ SUITE = Suite(
     run=run,
     check=check,
     most_samples=MOST_DOCUMENTS // len(DEPTHS),
-    readings=readings,
+    samples=RUNS,
+    cells=len(DEPTHS),
     every_length=True,
     has_grid=True,
     summary="needles",
     note="needle in a haystack",
-    about=About(
-        tasks="a number in a book at depths 0, 0.1, … 1",
-        scores="the whole number occurs in the answer (RULER's rule)",
-        lengths="all",
-        samples="10 a depth",
-    ),
+    row="a number in a book at depths 0, 0.1, … 1 | the whole number occurs in the answer (RULER's rule) | all | 10 "
+    "a depth",
 )

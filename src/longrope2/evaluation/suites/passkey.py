@@ -3,25 +3,10 @@
 import random
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from longrope2.errors import DataError
-from longrope2.evaluation.suite import (
-    About,
-    Reading,
-    Sample,
-    Setup,
-    Suite,
-    SuiteOutcome,
-    answered,
-    by_task,
-    chat_frame,
-    encode,
-    most_that_fit,
-)
-
-if TYPE_CHECKING:
-    from longrope2.evaluation.engine import EvaluationEngine
+from longrope2.evaluation.suite import Sample, Setup, Suite, chat_frame, encode, most_that_fit
 
 NAME = "passkey"
 COUNT, NEW_TOKENS = 50, 6
@@ -84,38 +69,14 @@ def _tokens(tokenizer: Any, lines: int, chat: bool) -> int:
     return len(encode(tokenizer, _prompt(tokenizer, lines, "00000", 0.5, chat))) + NEW_TOKENS + SPARE_TOKENS
 
 
-def check(setup: Setup) -> None:
-    """Refuse a length that has no room for a pass key in a line of text, the question and an answer."""
-    passkey_samples(setup.trial, setup.trial.lengths[-1])
-
-
-def run(setup: Setup, engine: "EvaluationEngine") -> SuiteOutcome:
-    """All lengths."""
-    measured = []
-    for length in setup.lengths:
-        samples = passkey_samples(setup, length)
-        measured += by_task(samples, answered(samples, engine, f"passkey {length:,}"), "first number right")
-    return SuiteOutcome(measured=measured)
-
-
-def readings(samples: int | None, tasks: Sequence[str], lengths: Sequence[int]) -> list[Reading]:
-    """As many at every length."""
-    return [Reading(length=length, count=samples or COUNT) for length in lengths]
-
-
 SUITE = Suite(
     name=NAME,
     title="Pass key",
     tasks=(NAME,),
-    run=run,
-    check=check,
-    readings=readings,
+    make=lambda setup, _, length: passkey_samples(setup, length),
+    metrics={NAME: "first number right"},
+    samples=COUNT,
     every_length=True,
     summary="pass key",
-    about=About(
-        tasks="five digits in repeated sentences (∞Bench's wording)",
-        scores="first number of the answer",
-        lengths="all",
-        samples="50",
-    ),
+    row="five digits in repeated sentences (∞Bench's wording) | first number of the answer | all | 50",
 )

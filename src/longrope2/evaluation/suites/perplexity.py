@@ -1,18 +1,14 @@
 """Perplexity of books by length: of one full window, and of a longer stretch through a sliding one."""
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from longrope2.books import long_enough, read_books
 from longrope2.errors import DataError
+from longrope2.evaluation.engine import EvaluationEngine
 from longrope2.evaluation.results import Measured, digest, perplexity
-from longrope2.evaluation.suite import About, Reading, Setup, Suite, SuiteOutcome, TextSpan, encode
-
-if TYPE_CHECKING:
-    from longrope2.evaluation.engine import EvaluationEngine
+from longrope2.evaluation.suite import Setup, Suite, SuiteOutcome, TextSpan, encode
 
 NAME = "perplexity"
 FULL, SLIDING = "full", "sliding"
@@ -77,7 +73,7 @@ def sliding(tokens: list[int], length: int) -> list[TextSpan]:
 MODES = {FULL: full, SLIDING: sliding}
 
 
-def run(setup: Setup, engine: "EvaluationEngine") -> SuiteOutcome:
+def run(setup: Setup, engine: EvaluationEngine) -> SuiteOutcome:
     """All lengths, on the same books."""
     from longrope2.perplexity import total
 
@@ -94,22 +90,16 @@ def run(setup: Setup, engine: "EvaluationEngine") -> SuiteOutcome:
     return SuiteOutcome(measured=measured)
 
 
-def readings(samples: int | None, tasks: Sequence[str], lengths: Sequence[int]) -> list[Reading]:
-    """As many tokens of each book at every length; a sliding window reads each of them twice."""
-    books = samples or DOCUMENTS
-    return [Reading(length=length, count=2 * books * max(lengths) / length, answered=False) for length in lengths]
-
-
 SUITE = Suite(
     name=NAME,
     title="Perplexity of books",
     tasks=(FULL, SLIDING),
     run=run,
     check=check,
-    readings=readings,
+    samples=DOCUMENTS,
     every_length=True,
     is_perplexity=True,
     scores_texts=True,
     note="of books",
-    about=About(tasks="`full`, `sliding`", scores="perplexity of books", lengths="all", samples="10 books"),
+    row="`full`, `sliding` | perplexity of books | all | 10 books",
 )

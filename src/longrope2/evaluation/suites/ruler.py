@@ -1,29 +1,16 @@
 """RULER as a suite: its samples from the cache, its files from --data, its notes into the table."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from longrope2.errors import DataError
+from longrope2.evaluation.engine import EvaluationEngine
 from longrope2.evaluation.results import with_averages
 from longrope2.evaluation.ruler import TASKS, make_all, make_samples, score, unavailable
 from longrope2.evaluation.ruler.generate import check as check_request
-from longrope2.evaluation.suite import (
-    About,
-    Reading,
-    Sample,
-    Setup,
-    Suite,
-    SuiteOutcome,
-    answered,
-    by_task,
-    data_folder,
-)
-
-if TYPE_CHECKING:
-    from longrope2.evaluation.engine import EvaluationEngine
+from longrope2.evaluation.suite import Sample, Setup, Suite, SuiteOutcome, answered, by_task, data_folder
 
 NAME = "ruler"
 COUNT = 100
@@ -51,9 +38,9 @@ class Sources:
     """Those whose files are there."""
     notes: list[str]
     """What is left out, and what stands in for RULER's own files."""
-    haystack: Path | None
     qa_files: dict[str, Path]
-    english_words: Path | None
+    options: dict[str, Any]
+    """What both makers of samples take."""
 
 
 def find_sources(setup: Setup) -> Sources:
@@ -71,7 +58,11 @@ def find_sources(setup: Setup) -> Sources:
     notes = [f"RULER without {task}: it {why}" for task, why in lacking.items()]
     if essays is None and any(TASKS[task].needs_essay for task in tasks):
         notes.append("RULER's haystack is the package's public-domain books (no PaulGrahamEssays.json in --data)")
-    return Sources(tasks=tasks, notes=notes, haystack=essays, qa_files=files, english_words=_find(folder, WORDS))
+    options = {
+        "tokenizer": setup.tokenizer, "seed": setup.seed, "chat_template": setup.chat, "haystack": essays,
+        "english_words": _find(folder, WORDS),
+    }  # fmt: skip
+    return Sources(tasks=tasks, notes=notes, qa_files=files, options=options)
 
 
 def check(setup: Setup) -> None:
@@ -81,20 +72,10 @@ def check(setup: Setup) -> None:
     for task in sources.tasks:
         file = sources.qa_files.get(task)
         check_request(task, length=length, count=setup.samples or COUNT, qa_file=file)
-        make_samples(
-            task,
-            tokenizer=setup.tokenizer,
-            length=length,
-            count=1,
-            seed=setup.seed,
-            haystack=sources.haystack,
-            qa_file=file,
-            english_words=sources.english_words,
-            chat_template=setup.chat,
-        )
+        make_samples(task, length=length, count=1, qa_file=file, **sources.options)
 
 
-def run(setup: Setup, engine: "EvaluationEngine") -> SuiteOutcome:
+def run(setup: Setup, engine: EvaluationEngine) -> SuiteOutcome:
     """All lengths, longest first."""
     sources = find_sources(setup)
     for note in sources.notes:
@@ -106,21 +87,17 @@ def run(setup: Setup, engine: "EvaluationEngine") -> SuiteOutcome:
     return SuiteOutcome(measured=with_averages(measured), notes=sources.notes)
 
 
-def ruler_samples(setup: Setup, engine: "EvaluationEngine", sources: Sources, length: int) -> list[Sample]:
+def ruler_samples(setup: Setup, engine: EvaluationEngine, sources: Sources, length: int) -> list[Sample]:
     """The samples of one length, made by the main process and read by the others."""
 
     def make() -> list[Sample]:
         made = make_all(
             sources.tasks,
-            tokenizer=setup.tokenizer,
             lengths=[length],
             count=setup.samples or COUNT,
             cache=setup.cache,
-            seed=setup.seed,
-            haystack=sources.haystack,
             qa_files=sources.qa_files,
-            english_words=sources.english_words,
-            chat_template=setup.chat,
+            **sources.options,
         )
         return [
             Sample(
@@ -142,27 +119,17 @@ def ruler_samples(setup: Setup, engine: "EvaluationEngine", sources: Sources, le
     return samples or make()
 
 
-def readings(samples: int | None, tasks: Sequence[str], lengths: Sequence[int]) -> list[Reading]:
-    """Every task, where its files are there."""
-    return [Reading(length=length, count=(samples or COUNT) * len(tasks)) for length in lengths]
-
-
 SUITE = Suite(
     name=NAME,
     title="RULER",
     tasks=tuple(TASKS),
     run=run,
     check=check,
-    readings=readings,
+    samples=COUNT,
     every_length=True,
     figure="RULER, mean over tasks (%)",
     summary="RULER",
-    about=About(
-        tasks="NVIDIA's 13, byte for byte",
-        scores="its own: references found (QA: any of them)",
-        lengths="all",
-        samples="100 a task",
-        files="`PaulGrahamEssays.json` (else the package's books), `squad.json` or `dev-v2.0.json`, `hotpotqa.json` or "
-        "`hotpot_dev_distractor_v1.json`, `english_words.json`",
-    ),
+    row="NVIDIA's 13, byte for byte | its own: references found (QA: any of them) | all | 100 a task",
+    files="`PaulGrahamEssays.json` (else the package's books), `squad.json` or `dev-v2.0.json`, `hotpotqa.json` or "
+    "`hotpot_dev_distractor_v1.json`, `english_words.json`",
 )

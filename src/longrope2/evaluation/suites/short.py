@@ -5,30 +5,29 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from longrope2.errors import LongRopeError, chosen, require
+from longrope2.evaluation.engine import EvaluationEngine
 from longrope2.evaluation.results import Measured, accuracy, digest, with_averages
-from longrope2.evaluation.short_data import local_tasks
-from longrope2.evaluation.suite import About, Setup, Suite, SuiteOutcome
-
-if TYPE_CHECKING:
-    from longrope2.evaluation.engine import EvaluationEngine
+from longrope2.evaluation.suite import Setup, Suite, SuiteOutcome
 
 NAME = "short"
 # What the paper reports, and with how many examples the field runs them; the others say so themselves.
-TASKS = ("mmlu", "mmlu_pro", "hellaswag", "truthfulqa_mc2", "gsm8k")
+HEADS = {
+    "mmlu": "MMLU", "mmlu_pro": "MMLU-Pro", "hellaswag": "HellaSwag", "truthfulqa_mc2": "TruthfulQA", "gsm8k": "GSM8K"
+}  # fmt: skip
 EXAMPLES = {"mmlu": 5, "hellaswag": 10}
 METRICS = {"hellaswag": "acc_norm", "mmlu_pro": "exact_match", "gsm8k": "exact_match"}
 WINDOW = 4096
 
 
-def run(setup: Setup, engine: "EvaluationEngine") -> SuiteOutcome:
+def run(setup: Setup, engine: EvaluationEngine) -> SuiteOutcome:
     """Each task on its own, within the paper's 4,096 tokens."""
     lm_eval = require("lm_eval", extra="eval", purpose="suite short")
     from lm_eval.tasks import TaskManager
 
-    from longrope2.evaluation.short_model import EngineModel
+    from longrope2.evaluation.harness import EngineModel, local_tasks
 
     notes: list[str] = []
     measured: list[Measured] = []
@@ -75,11 +74,7 @@ def _without_bars() -> Iterator[None]:
     """The harness and its data library draw bars for every step of every task; ours says how far the whole is."""
     bar = require("tqdm", extra="eval", purpose="suite short").tqdm
     before = bar.__init__
-
-    def disabled(self: Any, *arguments: Any, **options: Any) -> None:
-        before(self, *arguments, **(options | {"disable": True}))
-
-    bar.__init__ = disabled
+    bar.__init__ = lambda self, *arguments, **options: before(self, *arguments, **(options | {"disable": True}))
     try:
         yield
     finally:
@@ -125,25 +120,15 @@ def _first_metric(document: dict[str, Any]) -> str:
 SUITE = Suite(
     name=NAME,
     title="Short tasks",
-    tasks=TASKS,
+    tasks=tuple(HEADS),
     run=run,
     any_task=True,
     is_retention=True,
     scores_texts=True,
-    heads={
-        "mmlu": "MMLU",
-        "mmlu_pro": "MMLU-Pro",
-        "hellaswag": "HellaSwag",
-        "truthfulqa_mc2": "TruthfulQA",
-        "gsm8k": "GSM8K",
-    },
+    heads=HEADS,
     note="any task of lm-evaluation-harness",
-    about=About(
-        tasks="`mmlu`, `mmlu_pro`, `hellaswag`, `truthfulqa_mc2`, `gsm8k`, or any task of lm-evaluation-harness",
-        scores="its own",
-        lengths="up to 4,096 tokens",
-        samples="its files",
-        files="`mmlu_test.jsonl` and `mmlu_dev.jsonl`, `hellaswag_val.jsonl` (and `hellaswag_train.jsonl`), "
-        "`TruthfulQA.csv`, `gsm8k_test.jsonl` and `gsm8k_train.jsonl`; `.gz` too",
-    ),
+    row="`mmlu`, `mmlu_pro`, `hellaswag`, `truthfulqa_mc2`, `gsm8k`, or any task of lm-evaluation-harness | its own "
+    "| up to 4,096 tokens | its files",
+    files="`mmlu_test.jsonl` and `mmlu_dev.jsonl`, `hellaswag_val.jsonl` (and `hellaswag_train.jsonl`), "
+    "`TruthfulQA.csv`, `gsm8k_test.jsonl` and `gsm8k_train.jsonl`; `.gz` too",
 )

@@ -13,15 +13,14 @@ from longrope2 import __version__, generation, models
 from longrope2.console import say, show_json, show_table
 from longrope2.distributed import World, world
 from longrope2.errors import LongRopeError, chosen
-from longrope2.evaluation.backend import Backend, TorchBackend
+from longrope2.evaluation.backend import ONE_SIDE, TorchBackend, VllmBackend
 from longrope2.evaluation.compare import draw_figures
 from longrope2.evaluation.config import EvaluationConfig, lengths_for
-from longrope2.evaluation.engine import EvaluationEngine, EvaluationJournal
+from longrope2.evaluation.engine import Backend, EvaluationEngine, EvaluationJournal
 from longrope2.evaluation.results import RESULTS, digest
 from longrope2.evaluation.suite import Setup, Suite, SuiteOutcome, chat_frame
 from longrope2.evaluation.suites import SUITES
 from longrope2.evaluation.table import run_tables
-from longrope2.evaluation.vllm_backend import ONE_SIDE, VllmBackend
 from longrope2.factors import RescaleFactors
 from longrope2.files import check_writable, only_one, package_versions, refuse_foreign, write_json
 from longrope2.generation.saved import carries_factors, read_factors, told_factors
@@ -36,8 +35,7 @@ def check_suites(config: EvaluationConfig, window: int, tokenizer: Any) -> None:
     if config.chat:
         chat_frame(tokenizer)
     for suite, setup in _setups(config, tokenizer, window, note=_quiet, cache=Path()):
-        if suite.check is not None:
-            suite.check(setup)
+        suite.refuse(setup)
 
 
 def _setups(
@@ -73,7 +71,7 @@ def evaluate(
         backend, journal, here, batch_tokens=config.batch_tokens, beyond_window=config.beyond_window
     )
     setups = _setups(config, backend.tokenizer, backend.window, note=say if here.is_main else _quiet, cache=cache)
-    return {suite.name: suite.run(setup, engine) for suite, setup in setups}
+    return {suite.name: suite.measure(setup, engine) for suite, setup in setups}
 
 
 def run_evaluation(

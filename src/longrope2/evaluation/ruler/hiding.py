@@ -3,10 +3,9 @@
 import uuid
 from random import Random
 
-from longrope2.evaluation.ruler.haystack import Haystack
+from longrope2.evaluation.ruler.haystack import Haystack, adjective_nouns
 from longrope2.evaluation.ruler.sizing import Draft, Maker
 from longrope2.evaluation.ruler.tasks import NEEDLE, NOISE, Needle, RulerTask
-from longrope2.evaluation.ruler.words import adjective_nouns
 from longrope2.evaluation.suite import Frame
 
 DEPTHS = [round(100 * i / 39) for i in range(40)]  # in percent, one of which each needle has in an essay
