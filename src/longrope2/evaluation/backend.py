@@ -128,7 +128,7 @@ class TorchBackend:
         return bool(prompt.stop) and any(word in self.tokenizer.decode(answer) for word in prompt.stop)
 
     def _choose(self, lengths: Sequence[int]) -> None:
-        """Tell the rotary module which rows are long; before each forward, since a head's forward asks anew."""
+        """Tell the rotary module which rows are long; before each forward, since a head's forward asks again."""
         if self._switch is not None:
             long_rows = self._switch.is_long(torch.tensor(lengths))
             same = bool(long_rows.all() or not long_rows.any())

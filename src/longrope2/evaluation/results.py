@@ -49,7 +49,7 @@ class Measured:
     samples: int
     low: float | None
     high: float | None
-    """The ends of the 95% interval; None where a single document cannot tell."""
+    """The ends of the 95% interval; None for a single document."""
     each: Values | None = field(default=None, repr=False)
     """None for an average, and for a cell of a grid."""
 

@@ -44,7 +44,7 @@ class Sample:
     """The answer ends before the first of these."""
     details: Mapping[str, Any] = field(default_factory=dict)
     may_be_cut: bool = False
-    """Whether prompt and answer may take more than `length`, so that the window ends the answer unless told not to."""
+    """Whether prompt and answer may take more than `length`, so that the window may end the answer."""
 
     @property
     def key(self) -> str:
@@ -236,7 +236,7 @@ def chat_frame(tokenizer: "PreTrainedTokenizerBase") -> Frame:
     if not marker:
         raise DataError("the chat template does not show the user's message", hint="leave the chat mode out")
     if opens_with_bos(tokenizer):
-        # Whoever tokenizes the prompt gets this one from the tokenizer.
+        # The tokenizer adds this one when the prompt is tokenized.
         before = before.removeprefix(str(tokenizer.bos_token))
     return Frame(before, after)
 
