@@ -21,6 +21,7 @@ from click import Choice, argument, option
 from longrope2 import __version__
 from longrope2.distributed import is_main_process, wait_to_speak
 from longrope2.errors import LongRopeError
+from longrope2.evaluation.config import EvaluationConfig
 from longrope2.memory import keep_freed_memory
 from longrope2.options import Length, Stated, stated
 from longrope2.search.config import SearchConfig
@@ -180,8 +181,8 @@ def _click_option(entry: Stated) -> Callable[[Any], Any]:
         settings["type"] = _click_type(kinds)
     if entry.default is MISSING:
         settings["required"] = True
-    else:
-        settings |= {"default": entry.default, "show_default": not (entry.default is None or entry.default == ())}
+    elif entry.default != ():  # which click would parse; None, as of an option that was not given, is the default, too
+        settings |= {"default": entry.default, "show_default": entry.default is not None}
     usual = f"  [default: {facts.usual}]" if facts.usual else ""
     return option(flag, entry.name, help=facts.help + usual, **settings)
 
@@ -524,16 +525,9 @@ class Evaluate(click.Command):
 
 @cli.command(cls=Evaluate)
 @model_argument
-@option("--suite", "suites", type=NAMES, required=True, help="One or more, comma-separated.")
 @option("-o", "--output", required=True, type=FOLDER, help="For results.json, every answer and figures.")
 @factors_option
-@option("--lengths", type=LENGTHS, help="E.g. 4k,8k; default: 4k, 8k, 16k, … up to the window.")
-@option("--samples", type=int, metavar="N", help="Per task and length (niah: per cell); default: the suite's.")
-@option("--tasks", type=NAMES, help="Only these tasks of the suites.")
-@option("--data", metavar="FOLDER", help="The benchmarks' own files: see docs/evaluation.md.")
-@option("--books", metavar="SOURCE", help="For niah and perplexity; default: the package's books.")
-@option("--chat", is_flag=True, help="Put prompts into the tokenizer's chat template.")
-@option("--seed", default=42, help="The same seed asks the same questions.")
+@options_of(EvaluationConfig)
 @option(
     "--backend",
     "backend_name",
@@ -542,8 +536,6 @@ class Evaluate(click.Command):
     help="vllm: faster, one side of the switch for all lengths.",
 )
 @switch_length_option
-@option("--beyond-window", is_flag=True, help="Go beyond the window.")
-@option("--batch-tokens", type=LENGTH, help="Tokens in a batch; default: by free memory.")
 @option("--cache", type=FOLDER, help="Where RULER's samples are kept; default: samples/ in the output folder.")
 @option("--name", metavar="NAME", help="Row label in `longrope2 compare`; default: the method.")
 @original_option

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from longrope2.books import read_books
-from longrope2.errors import LongRopeError, all_problems, below_minimum, chosen, out_of_range
-from longrope2.evaluation.suites import SUITES
+from longrope2.errors import LongRopeError, all_problems, chosen
+from longrope2.options import Length, broken_limits, option, wrong_types
 
 SHORTEST = 4096
 LARGEST_SEED = 2**32 - 1
@@ -16,27 +16,27 @@ LARGEST_SEED = 2**32 - 1
 class EvaluationConfig:
     """What to run."""
 
-    suites: tuple[str, ...]
-    lengths: tuple[int, ...] = ()
-    """Tokens of prompt and answer; none means 4k, 8k, … up to the model's window."""
-    tasks: tuple[str, ...] = ()
-    """None means all tasks of a suite."""
-    samples: int | None = None
-    """Per task and length, per cell for niah; None means as many as each suite usually has."""
-    seed: int = 42
-    data: str | None = None
-    """Folder of the benchmarks' own files."""
-    books: str | None = None
-    """What niah and perplexity are made of; None means the package's books."""
-    chat: bool = False
-    beyond_window: bool = False
-    batch_tokens: int | None = None
+    suites: tuple[str, ...] = option(help="One or more, comma-separated.", flag="--suite")
+    lengths: tuple[Length, ...] = option(
+        (), "Tokens of prompt and answer, e.g. 4k,8k.", usual="4k, 8k, 16k, … up to the window", least=1
+    )
+    samples: int | None = option(
+        None, "Per task and length (niah: per cell).", usual="the suite's", metavar="N", least=1
+    )
+    tasks: tuple[str, ...] = option((), "Only these tasks of the suites.", usual="all")
+    data: str | None = option(None, "The benchmarks' own files: see docs/evaluation.md.", metavar="FOLDER")
+    books: str | None = option(None, "For niah and perplexity.", usual="the package's books", metavar="SOURCE")
+    chat: bool = option(False, "Put prompts into the tokenizer's chat template.")
+    seed: int = option(42, "The same seed asks the same questions.", least=0, most=LARGEST_SEED)
+    beyond_window: bool = option(False, "Go beyond the window.", recipe=False)
+    batch_tokens: Length | None = option(None, "Tokens in a batch.", usual="by free memory", least=1)
 
     def __post_init__(self) -> None:
-        problems = below_minimum(self, samples=1, batch_tokens=1)
+        from longrope2.evaluation.suites import SUITES  # not at the top: `--help` reads this module
+
+        problems = wrong_types(self) or broken_limits(self)
         if not self.suites:
             problems.append(f"no suite is named; there are {', '.join(SUITES)}")
-        problems += out_of_range(self, seed=(0, LARGEST_SEED))
         for name in self.suites:
             most = SUITES[name].most_samples if name in SUITES else None
             if most is not None and (self.samples or 0) > most:
@@ -58,11 +58,15 @@ class EvaluationConfig:
 
     def tasks_of(self, suite: str) -> tuple[str, ...]:
         """The tasks of a suite that were named; all of them where none was."""
+        from longrope2.evaluation.suites import SUITES
+
         named = tuple(task for task in dict.fromkeys(self.tasks) if self._owner(task) == suite)
         return named or SUITES[suite].tasks
 
     def _owner(self, task: str) -> str:
         """The suite that a task belongs to: the one that has it, or the one that takes any."""
+        from longrope2.evaluation.suites import SUITES
+
         owners = [name for name in self.suites if task in SUITES[name].tasks]
         owners += [name for name in self.suites if SUITES[name].any_task]
         if not owners:

@@ -109,7 +109,7 @@ def table_keys() -> dict[str, dict[str, Any]]:
         "bucket": _hints(Bucket),
         "recall": _hints(RecallConfig),
         "train": _hints(RunConfig, TrainConfig, without=("train",)),
-        "evaluate": _hints(EvaluationConfig, without=("beyond_window",)),
+        "evaluate": {entry.name: entry.hint for entry in stated(EvaluationConfig) if entry.option.recipe},
         "export": _hints(ExportOptions),
         "verify": _hints(VerifyOptions),
     }
