@@ -17,12 +17,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausa
 from longrope2.distributed import World
 from longrope2.families import read_config
 from longrope2.methods import rescale
-from longrope2.training.loop import TrainConfig, make_optimizer, train_step
+from longrope2.training.config import TrainConfig
+from longrope2.training.loop import make_optimizer, train_step
 from longrope2.training.mixed import Batch, MixedWindowModel, mixed_window
 from longrope2.training.parallel import shard
 
 ALONE = World(process=0, num_processes=1, local_process=0)
-CONFIG = TrainConfig(steps=100)
+CONFIG = TrainConfig(steps=100).resolved()
 
 
 def phi3_mini() -> Phi3ForCausalLM:

@@ -17,46 +17,51 @@ ADDED = """
 import dataclasses, sys
 from click.testing import CliRunner
 from longrope2.options import option
-import longrope2.search.config as stage
+import longrope2.{room}.config as stage
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SearchConfig(stage.SearchConfig):
+class {kind}(stage.{kind}):
     sparkle: int = option(3, "How much it sparkles.", least=1)
 
-stage.SearchConfig = SearchConfig  # as if the line stood in that file
+stage.{kind} = {kind}  # as if the line stood in that file
 
+import longrope2
 from longrope2.cli import cli
 from longrope2.pipeline.recipe import read_recipe
-from longrope2 import search_factors
 from longrope2.errors import LongRopeError
 
-help = CliRunner().invoke(cli, ["search", "--help"]).output
+def message(call):
+    try:
+        call()
+    except LongRopeError as error:
+        return str(error)
+    raise AssertionError("taken")
+
+help = CliRunner().invoke(cli, [*"{command}".split(), "--help"]).output
 assert "--sparkle INTEGER" in help and "How much it sparkles. [default: 3]" in " ".join(help.split()), help
 recipe = sys.argv[1]
 with open(recipe, "w") as file:
-    file.write('model = "tiny"\\ntarget_length = 512\\n[search]\\nsparkle = 5\\n')
-assert read_recipe(recipe).search == {"sparkle": 5}
+    file.write('model = "tiny"\\ntarget_length = 512\\n[{table}]\\nsparkle = 5\\n')
+assert read_recipe(recipe).{table} == {{"sparkle": 5}}
 with open(recipe, "w") as file:
-    file.write('model = "tiny"\\ntarget_length = 512\\n[search]\\nsparkle = "much"\\n')
-try:
-    read_recipe(recipe)
-except LongRopeError as error:
-    assert 'search: sparkle must be a whole number, got "much"' in str(error), error
-else:
-    raise AssertionError("taken")
-try:
-    search_factors("tiny", 512, sparkle=0)
-except LongRopeError as error:
-    assert "sparkle must be at least 1, got 0" in str(error), error
-else:
-    raise AssertionError("taken")
-assert stage.search_config(target_length=512, sparkle=7).sparkle == 7
+    file.write('model = "tiny"\\ntarget_length = 512\\n[{table}]\\nsparkle = "much"\\n')
+found = message(lambda: read_recipe(recipe))
+assert '{table}: sparkle must be a whole number, got "much"' in found, found
+found = message(lambda: {call}sparkle=0))
+assert "sparkle must be at least 1, got 0" in found, found
 """
+STAGES = {
+    "search": ("search", "SearchConfig", "search", "longrope2.search_factors('tiny', 512, "),
+    "train": ("training", "TrainConfig", "train", "longrope2.train('tiny', 'factors', 'plan', 'output', "),
+}
 
 
-def test_an_option_added_in_one_line_is_in_help_recipe_and_python(tmp_path):
+@pytest.mark.parametrize("table", STAGES)
+def test_an_option_added_in_one_line_is_in_help_recipe_and_python(table, tmp_path):
+    room, kind, command, call = STAGES[table]
+    script = ADDED.format(table=table, room=room, kind=kind, command=command, call=call)
     done = subprocess.run(
-        [sys.executable, "-c", ADDED, str(tmp_path / "recipe.toml")], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", script, str(tmp_path / "recipe.toml")], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
 
@@ -65,6 +70,7 @@ def test_an_option_added_in_one_line_is_in_help_recipe_and_python(tmp_path):
 class Inner:
     rounds: int = option(2, "Rounds.", least=1)
     share: float = option(0.5, "Share.", above=0, most=1)
+    rest: float = option(0.5, "Rest.", least=0, below=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,10 +88,10 @@ class Outer:
 def test_configs_inside_a_config_are_flat_from_outside():
     made = build(Outer, "outer", {"length": 8, "rounds": 3, "depths": [0.5], "names": [Path("x")]})
     assert made == Outer(length=8, depths=(0.5,), names=("x",), inner=Inner(rounds=3))
-    assert [entry.name for entry in stated(Outer)][-2:] == ["rounds", "share"]
+    assert [entry.name for entry in stated(Outer)][-3:] == ["rounds", "share", "rest"]
     assert identity(made) == {
         "length": 8, "word": None, "warmth": 1.0, "depths": (0.5,), "names": ("x",), "switch": None, "rounds": 3,
-        "share": 0.5,
+        "share": 0.5, "rest": 0.5,
     }  # fmt: skip
 
 
@@ -104,13 +110,14 @@ def test_every_wrong_name_type_and_limit_is_named():
         "rounds must be a whole number, got 1.5",
         "share must be a number, got NaN",
     ]
-    outside = Outer(length=8, warmth=3.0, depths=(0.5, 2.0), inner=Inner(rounds=0, share=0.0))
+    outside = Outer(length=8, warmth=3.0, depths=(0.5, 2.0), inner=Inner(rounds=0, share=0.0, rest=1.0))
     assert wrong_types(outside) == []
     assert broken_limits(outside) == [
         "warmth must lie from 0 to 2, got 3.0",
         "depths must lie from 0 to 1, got [0.5, 2.0]",
         "rounds must be at least 1, got 0",
         "share must lie in (0, 1], got 0.0",
+        "rest must lie in [0, 1), got 1.0",
     ]
 
 
@@ -118,7 +125,7 @@ def test_the_command_line_parses_every_type():
     import click
 
     found = {}
-    command = click.command()(options_of(Outer, "share")(lambda **values: found.update(values)))
+    command = click.command()(options_of(Outer, "share", "rest")(lambda **values: found.update(values)))
     given = "--length 8k --word b --warmth searched --depths 0,0.5 --name x --name y --no-switch --quick --rounds 4"
     result = CliRunner().invoke(command, given.split())
     assert result.exit_code == 0, result.output

@@ -25,6 +25,7 @@ from longrope2.evaluation.config import EvaluationConfig
 from longrope2.memory import keep_freed_memory
 from longrope2.options import Length, Stated, stated
 from longrope2.search.config import SearchConfig
+from longrope2.training.config import EstimateConfig, TrainConfig, train_config
 
 UNITS = {"k": 1 << 10, "m": 1 << 20}
 
@@ -449,65 +450,55 @@ def recall(model: str, output: Path, **options: Any) -> None:
 @option("--factors", type=FILE, help="What `search` or `factors` wrote.")
 @option("--plan", type=FILE, help="What `data plan` wrote.")
 @option("-o", "--output", type=FOLDER, help="For checkpoints, the log and model/.")
-@option("--steps", type=int, metavar="N", help="Default: one epoch of the plan.")
-@option("--batch-rows", type=int, metavar="N", help="Rows of a step.  [default: 64, or all rows if fewer]")
-@option("--learning-rate", default=2e-5, help="The peak; a cosine brings it to zero.")
-@option("--warmup-steps", type=int, metavar="N", help="Default: a tenth of the steps, at most 10.")
-@option("--weight-decay", default=0.1, help="On matrices only.")
-@option("--gradient-clip", default=1.0, help="Largest norm of the gradient.")
-@option("--seed", default=0, help="Order of the rows; LoRA's first values.")
-@option(
-    "--window",
-    type=Choice(["mixed", "single"]),
-    default="mixed",
-    help="single: short rows with the rescaled RoPE, too (the paper's ablation).",
-)
-@option(
-    "--long-row-mask",
-    type=Choice(["full", "document"]),
-    default="full",
-    help="document: keep the documents of long rows apart, as the released code does.",
-)
-@option("--lora", type=int, metavar="RANK", help="Train low-rank additions, merged into the weights at the end.")
-@option("--freeze", multiple=True, metavar="PATTERN", help="Parameters to keep, e.g. '*mlp*'; may be repeated.")
-@option("--evaluate-every", default=0, metavar="N", help="Steps between needle tests; 0: none.")
-@option("--evaluate-documents", default=6, help="Needle documents for each length.")
-@option("--books", metavar="SOURCE", help="Books around the needles; default: the package's.")
-@option("--save-every", default=100, metavar="N", help="Steps between checkpoints.")
-@option("--keep", default=2, help="Checkpoints that stay on disk.")
-@option(
-    "--save-dtype", type=Choice(["bfloat16", "float16", "float32"]), default="bfloat16", help="Of the finished model."
-)
-@option("--sequence-parallel", default=1, help="Processes that share each row.")
-@option("--recompute/--no-recompute", default=None, help="Save memory, compute layers twice; default: on GPUs.")
-@option("--compile", "compiled", is_flag=True, help="Fuse operations: faster on a GPU after the first steps.")
+@options_of(TrainConfig)
 @option("--cache", type=FOLDER, help="Where `data plan` keeps its tokens; default: as there.")
 @option("--wandb", metavar="PROJECT", help="Also log to Weights & Biases.")
 @option("--estimate", is_flag=True, help="Only print the memory and time it would take.")
-@option("--gpus", default=1, help="For --estimate.")
-@option("--gpu", type=Choice(["h200", "h100", "a100"]), default="h200", help="For --estimate.")
-@option("--target-length", type=LENGTH, help="For --estimate without a plan.")
+@options_of(EstimateConfig)
 @original_option
 @json_option
-def train(model: str, estimate: bool, gpus: int, gpu: str, target_length: int | None, **options: Any) -> None:
+def train(
+    model: str,
+    factors: Path | None,
+    plan: Path | None,
+    output: Path | None,
+    cache: Path | None,
+    wandb: str | None,
+    estimate: bool,
+    original_length: int | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
     """Train a model with both RoPEs, short and long rows mixed.
 
     Short rows are seen with the original RoPE, long ones with the rescaled. FOLDER/model is then a plain transformers
     model with the extended window. Run it again after an interruption, with the same options, and it goes on where it
     was. On several GPUs: torchrun --nproc-per-node 8 -m longrope2 train …
     """
+    wanted = EstimateConfig(**{entry.name: options.pop(entry.name) for entry in stated(EstimateConfig)})
     if estimate:
         from longrope2.training.estimate import run_estimate
 
-        run_estimate(model, gpus=gpus, gpu=gpu, target_length=target_length, **options)
+        config = train_config(**options)
+        run_estimate(model, config, wanted, plan=plan, original_length=original_length, as_json=as_json)
         return
-    missing = [f"--{name}" for name in ("factors", "plan", "output") if options[name] is None]
-    if missing:
-        raise click.UsageError(f"missing: {', '.join(missing)}")
+    if factors is None or plan is None or output is None:
+        given = {"--factors": factors, "--plan": plan, "--output": output}
+        raise click.UsageError(f"missing: {', '.join(name for name, path in given.items() if path is None)}")
     with _resumable():
         from longrope2.training.run import run_train
 
-        run_train(model, **options)
+        run_train(
+            model,
+            factors=factors,
+            plan=plan,
+            output=output,
+            original_length=original_length,
+            cache=cache,
+            wandb=wandb,
+            as_json=as_json,
+            **options,
+        )
 
 
 class Evaluate(click.Command):

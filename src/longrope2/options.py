@@ -36,7 +36,8 @@ class Option:
     least: float | None = None
     most: float | None = None
     above: float | None = None
-    """A limit that is not allowed itself."""
+    below: float | None = None
+    """Limits that are not allowed themselves."""
     command: bool = True
     """Whether the command line has it."""
     recipe: bool = True
@@ -46,17 +47,19 @@ class Option:
 
     def limits(self, value: float) -> str | None:
         """Which limit a number breaks, in words; None if it breaks none."""
-        if self.least is not None and self.most is not None and not self.least <= value <= self.most:
-            return f"must lie from {self.least:g} to {self.most:.10g}"
-        if self.least is not None and not value >= self.least:
-            return f"must be at least {self.least:g}"
-        if self.above is not None and self.most is not None and not self.above < value <= self.most:
-            return f"must lie in ({self.above:g}, {self.most:g}]"
-        if self.above is not None and not value > self.above:
-            return f"must be above {self.above:g}"
-        if self.most is not None and not value <= self.most:
-            return f"must be at most {self.most:.10g}"
-        return None
+        low = self.least if self.above is None else self.above
+        high = self.most if self.below is None else self.below
+        high_enough = low is None or (value >= low if self.above is None else value > low)
+        low_enough = high is None or (value <= high if self.below is None else value < high)
+        if high_enough and low_enough:
+            return None
+        if high is None:
+            return f"must be {'at least' if self.above is None else 'above'} {low:g}"
+        if low is None:
+            return f"must be {'at most' if self.below is None else 'below'} {high:.10g}"
+        if self.above is None and self.below is None:
+            return f"must lie from {low:g} to {high:.10g}"
+        return f"must lie in {'[('[self.above is not None]}{low:g}, {high:g}{'])'[self.below is not None]}"
 
 
 def option(default: Any = MISSING, help: str = "", **facts: Any) -> Any:

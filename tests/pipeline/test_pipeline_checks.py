@@ -103,7 +103,7 @@ def test_all_problems_of_all_stages_are_in_one_message(recipe, tmp_path):
         cli.main(arguments, standalone_mode=False)
     lines = str(caught.value).splitlines()
     for expected in (
-        "data: source", "train: lora must be a rank", "train: --freeze 'nosuch*' names no parameter",
+        "data: source", "train: lora must be at least 1", "train: --freeze 'nosuch*' names no parameter",
         "train: 512 tokens and", "evaluate: table 1: suite 'nihah' is not known (did you mean 'niah'?",
         "verify: engine 'nope' is not known", "verify: vllm runs the format huggingface",
         "verify: llama.cpp=nosuch: no such program",

@@ -17,7 +17,7 @@ from longrope2.evaluation.config import EvaluationConfig
 from longrope2.models import describe
 from longrope2.pipeline.recipe import conforms, default_evaluations, presets, read_recipe
 from longrope2.pipeline.steps import Setting, make_steps, recipe_search
-from longrope2.training.job import resolve
+from longrope2.training.config import train_config
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -51,7 +51,7 @@ def test_presets_resolve(name):
         assert recipe.target_length in config.lengths
         assert chained[-1].up_to == recipe.target_length
         assert chained[-2].up_to == recipe.target_length - 1
-    assert resolve(640, groups=1, **recipe.train).problems() == []
+    assert train_config(**recipe.train).resolved(640).problems() == []
 
 
 @pytest.mark.parametrize("name", ["llama3-8b-128k", "phi3-mini-128k"])

@@ -6,7 +6,8 @@ from test_training_loop import ALONE, row
 
 from conftest import family_model
 from longrope2.kernels import Heads, agrees, choose_kernel, varlen_agrees
-from longrope2.training.loop import TrainConfig, train
+from longrope2.training.config import TrainConfig
+from longrope2.training.loop import train
 from longrope2.training.mixed import mixed_window
 from test_rotary import make_factors
 
@@ -35,10 +36,13 @@ def test_recomputing_gives_the_same_gradients(family):
         torch.testing.assert_close(gradient, found[False][name], msg=name)
 
 
+def config(**options):
+    return TrainConfig(batch_rows=2, learning_rate=1e-2, warmup_steps=2, save_every=2, **options).resolved()
+
+
 def trained(folder, *, device, steps=4, recompute=False):
     model = family_model("llama").to(device)
-    config = TrainConfig(steps=steps, batch_rows=2, learning_rate=1e-2, warmup_steps=2, save_every=2)
-    results = train(model, make_factors(model), row, config, folder, ALONE, recompute=recompute)
+    results = train(model, make_factors(model), row, config(steps=steps, recompute=recompute), folder, ALONE)
     return model, [result.loss for result in results]
 
 
@@ -52,7 +56,6 @@ def test_losses_are_those_of_float32_and_master_weights_stay_float32(tmp_path, r
 
 def test_resuming_goes_on_from_the_same_state(tmp_path):
     _, whole = trained(tmp_path / "whole", device="cuda")
-    config = TrainConfig(steps=4, batch_rows=2, learning_rate=1e-2, warmup_steps=2, save_every=2)
 
     class BrokenOff(Exception):
         pass
@@ -63,6 +66,6 @@ def test_resuming_goes_on_from_the_same_state(tmp_path):
 
     model = family_model("llama").cuda()
     with pytest.raises(BrokenOff):
-        train(model, make_factors(model), row, config, tmp_path / "parts", ALONE, report=stop)
+        train(model, make_factors(model), row, config(steps=4), tmp_path / "parts", ALONE, report=stop)
     _, rest = trained(tmp_path / "parts", device="cuda")
     assert rest == pytest.approx(whole[-len(rest) :], rel=1e-3)

@@ -14,7 +14,8 @@ from conftest import family_model
 from longrope2.data.loader import IGNORED_LABEL
 from longrope2.distributed import World
 from longrope2.errors import LongRopeError
-from longrope2.training.loop import TrainConfig, make_optimizer, train
+from longrope2.training.config import TrainConfig
+from longrope2.training.loop import make_optimizer, train
 from longrope2.training.mixed import Batch
 from test_rotary import make_factors
 
@@ -37,7 +38,9 @@ def row(number: int) -> Batch:
 def run(folder, *, steps=6, stop_after=None, rows=row, here=ALONE, **options):
     """Train a fresh model into a folder; optionally break off in the middle."""
     model = family_model("llama")
-    config = TrainConfig(steps=steps, batch_rows=2, learning_rate=1e-2, warmup_steps=2, save_every=2, **options)
+    config = TrainConfig(
+        steps=steps, batch_rows=2, learning_rate=1e-2, warmup_steps=2, save_every=2, **options
+    ).resolved()
 
     class BrokenOff(Exception):
         pass
@@ -69,7 +72,7 @@ def assert_same(first, second):
 def test_an_update_is_that_of_a_plain_loop(tmp_path):
     """Against AdamW by hand on the mean loss of documents alone."""
     model = family_model("llama")
-    config = TrainConfig(steps=3, batch_rows=2, learning_rate=1e-2, warmup_steps=0, weight_decay=2.0)
+    config = TrainConfig(steps=3, batch_rows=2, learning_rate=1e-2, warmup_steps=0, weight_decay=2.0).resolved()
     factors = make_factors(model)
     rope = {"rope_type": "longrope", "long_factor": list(factors.long), "short_factor": list(factors.short),
             "original_max_position_embeddings": 32, "attention_factor": 1.0}  # fmt: skip
@@ -106,7 +109,9 @@ def test_an_update_is_that_of_a_plain_loop(tmp_path):
 def test_norms_and_biases_do_not_decay(family):
     """Those of all heads or experts may lie in one tensor of two dimensions. Their values begin equal."""
     model = family_model(family)
-    decaying, others = (group["params"] for group in make_optimizer(model, TrainConfig(steps=1)).param_groups)
+    decaying, others = (
+        group["params"] for group in make_optimizer(model, TrainConfig(steps=1).resolved()).param_groups
+    )
     assert not any((p == p.flatten()[0]).all() for p in decaying)
     assert all(p.ndim == 1 or (p == p.flatten()[0]).all() for p in others)
     assert len(decaying) + len(others) == len(list(model.parameters()))
@@ -210,7 +215,7 @@ def test_a_loss_that_breaks_stops_the_run_and_keeps_the_checkpoint(tmp_path):
         return row(number)
 
     poisoned = family_model("llama")
-    config = TrainConfig(steps=6, batch_rows=2, learning_rate=1e-2, save_every=2)
+    config = TrainConfig(steps=6, batch_rows=2, learning_rate=1e-2, save_every=2).resolved()
     with pytest.raises(LongRopeError, match="no longer finite at step 4"):
         train(poisoned, make_factors(poisoned), rows, config, tmp_path, ALONE)
     assert checkpoints(tmp_path) == ["step-00000002"]
@@ -220,7 +225,7 @@ def test_a_gradient_that_breaks_names_the_step(tmp_path):
     """No row has a loss that is not finite, so none can be blamed."""
     model = family_model("llama")
     model.lm_head.weight.register_hook(lambda gradient: gradient * float("inf"))
-    config = TrainConfig(steps=2, batch_rows=2)
+    config = TrainConfig(steps=2, batch_rows=2).resolved()
     with pytest.raises(LongRopeError, match="the gradient is no longer finite at step 1: rows 0 to 1 of the run"):
         train(model, make_factors(model), row, config, tmp_path, ALONE)
 
@@ -232,7 +237,7 @@ def test_many_broken_rows_are_counted(tmp_path):
         return row(number)
 
     poisoned = family_model("llama")
-    config = TrainConfig(steps=2, batch_rows=5)
+    config = TrainConfig(steps=2, batch_rows=5).resolved()
     with pytest.raises(LongRopeError, match="row 0 of the run; row 1 of the run; row 2 of the run; and 2 more of 5"):
         train(poisoned, make_factors(poisoned), rows, config, tmp_path, ALONE)
 
@@ -242,14 +247,14 @@ def test_dropout_and_recomputing_resume_bitwise(tmp_path):
 
     def go(folder, steps_done=None):
         model = family_model("starcoder2", residual_dropout=0.5, embedding_dropout=0.5)
-        config = TrainConfig(steps=4, batch_rows=2, learning_rate=1e-2, save_every=2)
+        config = TrainConfig(steps=4, batch_rows=2, learning_rate=1e-2, save_every=2, recompute=True).resolved()
 
         def report(result):
             if result.step == steps_done:
                 raise KeyboardInterrupt
 
         try:
-            train(model, make_factors(model), row, config, folder, ALONE, recompute=True, report=report)
+            train(model, make_factors(model), row, config, folder, ALONE, report=report)
         except KeyboardInterrupt:
             time.sleep(0.2)
         return model
@@ -265,7 +270,7 @@ def test_what_a_caller_hears_and_in_which_order(tmp_path):
 
     def go(stop=None):
         model = family_model("llama")
-        config = TrainConfig(steps=3, batch_rows=2, save_every=1)
+        config = TrainConfig(steps=3, batch_rows=2, save_every=1).resolved()
 
         def evaluate(mixed, step):
             assert mixed.training
@@ -292,7 +297,8 @@ def test_what_a_caller_hears_and_in_which_order(tmp_path):
 
 def test_attended_pairs_are_counted(tmp_path):
     model = family_model("llama")
-    (result,) = train(model, make_factors(model), row, TrainConfig(steps=1, batch_rows=2), tmp_path, ALONE)
+    config = TrainConfig(steps=1, batch_rows=2).resolved()
+    (result,) = train(model, make_factors(model), row, config, tmp_path, ALONE)
     assert result.attended == sum(n * (n + 1) // 2 for n in (20, 28, ROW))
 
 
@@ -323,10 +329,15 @@ def test_a_disk_that_fills_up_under_torch_is_told_in_a_line(tmp_path, monkeypatc
 
 
 def test_config_problems_and_schedule():
-    config = TrainConfig(steps=10, warmup_steps=2, learning_rate=1.0)
+    config = TrainConfig(steps=10, warmup_steps=2, learning_rate=1.0).resolved()
     assert [config.learning_rate_at(step) for step in (0, 1, 2)] == [0.5, 1.0, 1.0]
     assert config.learning_rate_at(9) < 0.05
     problems = TrainConfig(steps=0, batch_rows=0, learning_rate=-1, save_every=0, keep=0, betas=(0.9, 1.0)).problems()
     assert len(problems) == 6
-    paper = TrainConfig(steps=1)
+    assert TrainConfig(steps="ten", betas=(0.9,), recompute=1).problems() == [
+        'steps must be a whole number, got "ten"',
+        "betas must be a list of 2 in brackets, each a number, got [0.9]",
+        "recompute must be true or false, got 1",
+    ]
+    paper = TrainConfig(steps=1).resolved()
     assert (paper.batch_rows, paper.learning_rate, paper.weight_decay, paper.gradient_clip) == (64, 2e-5, 0.1, 1.0)

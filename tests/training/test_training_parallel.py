@@ -11,13 +11,14 @@ from test_training_loop import ALONE, row
 from conftest import family_model, run_together
 from longrope2.distributed import World
 from longrope2.errors import LongRopeError
-from longrope2.training.loop import TrainConfig, train
+from longrope2.training.config import TrainConfig
+from longrope2.training.loop import train
 from longrope2.training.mixed import Batch
 from longrope2.training.parallel import Ulysses, own_part
 from test_rotary import make_factors
 
 HERE = Path(__file__).parent
-CONFIG = TrainConfig(steps=6, batch_rows=4, learning_rate=1e-2, warmup_steps=2, save_every=2, keep=5)
+CONFIG = TrainConfig(steps=6, batch_rows=4, learning_rate=1e-2, warmup_steps=2, save_every=2, keep=5).resolved()
 # Trains twice in the same two processes: they cost far more to start than to train.
 SCRIPT = """
 import json, sys

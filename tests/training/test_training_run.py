@@ -22,7 +22,8 @@ from longrope2.factors import RescaleFactors
 from longrope2.files import umask
 from longrope2.models import describe, rescale_model
 from longrope2.rotary import rescaled
-from longrope2.training.loop import StepResult, TrainConfig
+from longrope2.training.config import TrainConfig
+from longrope2.training.loop import StepResult
 from longrope2.training.progress import Log, Reporter, read_log
 from longrope2.training.record import show_record
 from longrope2.training.run import run_train
@@ -260,16 +261,16 @@ def test_a_full_disk_at_the_end_is_mended_by_running_again(sample, tmp_path, mon
 def refusals():
     yield {"steps": 0, "learning_rate": -1.0, "weight_decay": -1.0, "gradient_clip": 0.0, "seed": -1}, "5 problems"
     yield {"batch_rows": 0}, "batch_rows must be at least 1"
-    yield {"lora": 0}, "rank of at least 1"
+    yield {"lora": 0}, "lora must be at least 1, got 0"
     yield {"lora": 100_000}, "rank of at most 64, the model's width, got 100,000"
     yield {"lora": 2, "freeze": ("*",)}, "freezes the whole model already"
-    yield {"evaluate_every": -1}, "evaluate_every must not be negative"
+    yield {"evaluate_every": -1}, "evaluate_every must be at least 0, got -1"
     yield {"evaluate_documents": 0}, "evaluate_documents must be at least 1"
     yield {"freeze": ("nothing",)}, "names no parameter"
     yield {"freeze": ("model.*", "lm_head*")}, "leaves no parameter to train"
-    yield {"window": "singel"}, "window must be 'mixed' or 'single', got 'singel'"
-    yield {"save_dtype": "bf16"}, "save_dtype must be 'bfloat16' or 'float16' or 'float32', got 'bf16'"
-    yield {"long_row_mask": "documents"}, "long_row_mask must be 'full' or 'document', got 'documents'"
+    yield {"window": "singel"}, 'window must be "mixed" or "single", got "singel"'
+    yield {"save_dtype": "bf16"}, 'save_dtype must be "bfloat16" or "float16" or "float32", got "bf16"'
+    yield {"long_row_mask": "documents"}, 'long_row_mask must be "full" or "document", got "documents"'
     yield {"steps": 5, "warmup_steps": 6}, r"warmup_steps must be at most steps \(5\), got 6"
     yield {"sequence_parallel": 2}, "1 processes cannot form groups of 2"
 
@@ -395,7 +396,7 @@ def test_gpus_have_utilisation_and_memory(sample, tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 3 << 30)
     info = describe(sample.model)
     shape = shape_of(skeleton(info), info)
-    config = TrainConfig(steps=1)
+    config = TrainConfig(steps=1).resolved()
     reporter = Reporter(tmp_path, config, shape, device=torch.device("cuda"), num_devices=2, settings={})
     reporter.started(0)
     result = StepResult(step=1, loss=2.0, loss_by_kind={"long": 2.0}, gradient_norm=1.0, tokens=10**9, attended=10**12,

@@ -26,7 +26,7 @@ from longrope2.methods import rescale
 from longrope2.models import load_tokenizer, rescale_model
 from longrope2.pipeline.recipe import RECALL, ExportOptions, VerifyOptions
 from longrope2.pipeline.steps import Setting, mix_text, planned_rows, recipe_search
-from longrope2.training.job import resolve
+from longrope2.training.config import train_config
 from longrope2.training.shape import shape_of, skeleton
 
 
@@ -110,8 +110,7 @@ def _missing_sources(sources: list[Source]) -> Iterator[str]:
 
 def _train(setting: Setting) -> Iterator[str]:
     recipe, info = setting.recipe, setting.info
-    # How many rows there will be is checked with the data; here it decides no more than the number of steps.
-    config = resolve(None, groups=1, **recipe.train)
+    config = train_config(**recipe.train)
     yield from config.problems()
     bones = skeleton(info)
     model = bones.config.get_text_config()
@@ -120,10 +119,8 @@ def _train(setting: Setting) -> Iterator[str]:
     if config.lora:
         yield from _complaints(require, "peft", extra="train", purpose="LoRA")
     yield from _complaints(shape_of, bones, info, freeze=config.freeze)
-    size, heads = config.sequence_parallel, model.num_attention_heads
-    if size < 1:
-        yield f"sequence_parallel must be at least 1, got {size}"
-    elif recipe.target_length % size or heads % size:
+    size, heads = max(config.sequence_parallel, 1), model.num_attention_heads
+    if recipe.target_length % size or heads % size:
         yield f"{recipe.target_length:,} tokens and {heads} heads cannot be shared evenly by {size} (sequence_parallel)"
     if config.evaluate_every:
         yield from _complaints(read_books, config.books)

@@ -21,9 +21,9 @@ from longrope2.methods import METHODS
 from longrope2.pipeline.recipe import ExportOptions
 from longrope2.pipeline.steps import DATA_PATHS, Setting, Step, planned_rows, recipe_search
 from longrope2.search.evolution import FINALISTS
+from longrope2.training.config import train_config
 from longrope2.training.estimate import FLASH_BACKWARD, Work, assumed_work, estimate, planned_work
 from longrope2.training.gpus import GIB, known_gpu
-from longrope2.training.job import resolve
 from longrope2.training.shape import Shape, shape_of, skeleton
 
 STATE_BYTES = 12
@@ -176,8 +176,8 @@ def _work(setting: Setting, *, is_planned: bool) -> Work | None:
     rows = len(plan) if plan else planned_rows(recipe)
     if rows is None and "steps" not in recipe.train:
         return None
-    config = resolve(rows, groups=1, **recipe.train)
-    batch, steps = config.train.batch_rows, config.train.steps
+    config = train_config(**recipe.train).resolved(rows)
+    batch, steps = config.batch_rows, config.steps
     if plan:
         return planned_work(plan, rows=batch, steps=steps, long_row_mask=config.long_row_mask)
     original = setting.info.rope.original_length

@@ -22,8 +22,7 @@ from longrope2.methods import METHODS
 from longrope2.models import TINY
 from longrope2.options import conforms, in_toml, in_words, plain, stated, unknown
 from longrope2.search.config import SearchConfig
-from longrope2.training.job import RunConfig
-from longrope2.training.loop import TrainConfig
+from longrope2.training.config import TrainConfig
 
 DEFAULT_PRESET = "tiny-laptop"
 """The recipe of the model that comes with the package."""
@@ -96,10 +95,14 @@ def _hints(*kinds: type, without: Sequence[str] = (), **more: Any) -> dict[str, 
     return {name: hint for name, hint in {**found, **more}.items() if name not in without}
 
 
+def _stated_hints(kind: type) -> dict[str, Any]:
+    return {entry.name: entry.hint for entry in stated(kind) if entry.option.recipe}
+
+
 def table_keys() -> dict[str, dict[str, Any]]:
     """The keys of each table with their types: the options of the command of that stage."""
     return {
-        "search": {entry.name: entry.hint for entry in stated(SearchConfig) if entry.option.recipe},
+        "search": _stated_hints(SearchConfig),
         "plan": {
             name: Union[kind] if isinstance(kind, tuple) else kind  # noqa: UP007 - a tuple of types
             for name, kind in PLAN_KEYS.items()
@@ -108,8 +111,8 @@ def table_keys() -> dict[str, dict[str, Any]]:
         "source": _hints(Source, cut=int | tuple[int, ...]),
         "bucket": _hints(Bucket),
         "recall": _hints(RecallConfig),
-        "train": _hints(RunConfig, TrainConfig, without=("train",)),
-        "evaluate": {entry.name: entry.hint for entry in stated(EvaluationConfig) if entry.option.recipe},
+        "train": _stated_hints(TrainConfig),
+        "evaluate": _stated_hints(EvaluationConfig),
         "export": _hints(ExportOptions),
         "verify": _hints(VerifyOptions),
     }

@@ -25,14 +25,14 @@ from longrope2.export.verify import FAILED, WRONG, findings
 from longrope2.figures import length_label
 from longrope2.files import write_json, write_text
 from longrope2.models import ModelInfo, load, load_tokenizer, rescale_model, weights_fingerprint
-from longrope2.options import identity
+from longrope2.options import identity, stated
 from longrope2.pipeline.recipe import RECALL, ExportOptions, Recipe, VerifyOptions
 from longrope2.report.gather import gather
 from longrope2.report.page import write_report
 from longrope2.report.summary import summarise
 from longrope2.search.config import SearchConfig, search_config
 from longrope2.search.run import search
-from longrope2.training.job import ELASTIC
+from longrope2.training.config import TrainConfig
 from longrope2.training.run import run_train
 
 DATA_PATHS = ("data", "books")
@@ -204,7 +204,8 @@ def _train_step(setting: Setting) -> Step:
             **recipe.train,
         )
 
-    options = {name: value for name, value in recipe.train.items() if name not in ELASTIC}
+    elastic = {entry.name for entry in stated(TrainConfig) if entry.option.elastic}
+    options = {name: value for name, value in recipe.train.items() if name not in elastic}
     return Step(
         name="train",
         needs=("search", "data"),

@@ -1,7 +1,7 @@
 """Memory and time of a run before it starts, from the model's shape and rates measured once."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +10,12 @@ import numpy as np
 from longrope2.console import duration, show_json, show_table
 from longrope2.data.buckets import PlanConfig
 from longrope2.data.plan import Plan, read_plan
-from longrope2.errors import LongRopeError, all_problems
+from longrope2.errors import LongRopeError
 from longrope2.models import describe
+from longrope2.options import broken_limits, wrong_types
 from longrope2.perplexity import LOGIT_ROWS
+from longrope2.training.config import EstimateConfig, LongRowMask, TrainConfig, cannot_start
 from longrope2.training.gpus import GIB, GPUS, Gpu
-from longrope2.training.job import RunConfig, resolve
-from longrope2.training.loop import TrainConfig
-from longrope2.training.rows import LongRowMask
 from longrope2.training.shape import Shape, shape_of, skeleton
 
 FULL, HALF = 4, 2  # bytes of float32 and bfloat16
@@ -79,35 +78,32 @@ def assumed_work(*, original_length: int, target_length: int, rows: int, steps: 
 
 def run_estimate(
     model: str,
+    config: TrainConfig,
+    wanted: EstimateConfig,
     *,
-    gpus: int,
-    gpu: str,
-    plan: Path | None,
-    target_length: int | None,
-    original_length: int | None,
-    sequence_parallel: int,
-    as_json: bool,
-    **options: Any,
+    plan: Path | None = None,
+    original_length: int | None = None,
+    as_json: bool = False,
 ) -> None:
     """`longrope2 train … --estimate`: print what a run with these options would take; no weights are read."""
+    if problems := [*config.problems(), *wrong_types(wanted), *broken_limits(wanted)]:
+        raise cannot_start(problems)
     info = describe(model, original_length=original_length)
     planned = read_plan(plan) if plan else None
-    if gpus < 1 or sequence_parallel < 1 or gpus % sequence_parallel:
-        raise LongRopeError(f"{gpus} GPUs cannot form groups of {sequence_parallel}", hint="choose another --gpus")
-    names = {field.name for kind in (RunConfig, TrainConfig) for field in fields(kind)}
-    settings = {name: value for name, value in options.items() if name in names}
-    config = resolve(len(planned) if planned else None, groups=gpus // sequence_parallel, **settings)
-    if problems := config.problems():
-        raise LongRopeError(all_problems("this run cannot start", problems))
-    rows, steps = config.train.batch_rows, config.train.steps
+    if wanted.gpus % config.sequence_parallel:
+        raise LongRopeError(
+            f"{wanted.gpus} GPUs cannot form groups of {config.sequence_parallel}", hint="choose another --gpus"
+        )
+    run = config.resolved(len(planned) if planned else None, groups=wanted.gpus // config.sequence_parallel)
+    run.check()
     if planned is not None:
-        work = planned_work(planned, rows=rows, steps=steps, long_row_mask=config.long_row_mask)
-    elif target_length is not None:
+        work = planned_work(planned, rows=run.batch_rows, steps=run.steps, long_row_mask=config.long_row_mask)
+    elif wanted.target_length is not None:
         work = assumed_work(
             original_length=info.rope.original_length,
-            target_length=target_length,
-            rows=rows,
-            steps=options["steps"],
+            target_length=wanted.target_length,
+            rows=run.batch_rows,
+            steps=config.steps,
         )
     else:
         raise LongRopeError("the length of the rows is missing", hint="give --plan FILE or --target-length N")
@@ -116,9 +112,9 @@ def run_estimate(
     result = estimate(
         shape,
         work,
-        gpus=gpus,
-        gpu=gpu,
-        sequence_parallel=sequence_parallel,
+        gpus=wanted.gpus,
+        gpu=wanted.gpu,
+        sequence_parallel=config.sequence_parallel,
         recompute=recompute,
         compiled=config.compiled,
     )

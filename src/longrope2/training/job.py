@@ -3,9 +3,9 @@
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from longrope2.console import say, warn
 from longrope2.data.corpus import Corpus, open_corpus
@@ -13,64 +13,17 @@ from longrope2.data.loader import RowLoader
 from longrope2.data.marks import tokenizer_fingerprint
 from longrope2.data.plan import Plan
 from longrope2.distributed import World
-from longrope2.errors import DataError, LongRopeError, all_problems, require, unknown_choices
+from longrope2.errors import DataError, LongRopeError, require
 from longrope2.factors import RescaleFactors
 from longrope2.files import package_versions
 from longrope2.models import ModelInfo, check_factors, load_tokenizer, weights_fingerprint
 from longrope2.needles import NeedleDocument
-from longrope2.training.loop import TrainConfig
+from longrope2.options import identity
+from longrope2.training.config import ResolvedConfig, TrainConfig, cannot_start
 from longrope2.training.retrieval import needle_documents
-from longrope2.training.rows import LongRowMask
 from longrope2.training.shape import Shape, shape_of, skeleton
 
-SaveDtype = Literal["bfloat16", "float16", "float32"]
-BATCH_ROWS = 64
-LARGEST_WARMUP = 10
 LARGE_BYTES = 2 * 10**9
-ELASTIC = {
-    "save_every", "keep", "evaluate_every", "evaluate_documents", "books",
-    "sequence_parallel", "recompute", "compiled", "save_dtype",
-}  # fmt: skip
-"""What may change when a run goes on: none of it changes what is learned."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunConfig:
-    """Everything that decides a run, besides model, factors and plan; saved with it."""
-
-    train: TrainConfig
-    window: Literal["mixed", "single"] = "mixed"
-    """single: short rows, too, are trained with the rescaled RoPE, which the model then has at every length."""
-    long_row_mask: LongRowMask = "full"
-    """document: documents of long rows are kept apart, as the released code does."""
-    lora: int | None = None
-    """Rank of low-rank additions, which then are all that is trained."""
-    freeze: tuple[str, ...] = ()
-    """Patterns of the parameters that stay as they are."""
-    evaluate_every: int = 0
-    """Steps between two needle evaluations; 0: none."""
-    evaluate_documents: int = 6
-    """Needle documents for each length."""
-    books: str | None = None
-    sequence_parallel: int = 1
-    recompute: bool | None = None
-    """Compute layers again instead of keeping all they did; None: on GPUs."""
-    compiled: bool = False
-    """Fuse what stands between matrix products: faster on a GPU after the first steps."""
-    save_dtype: SaveDtype = "bfloat16"
-
-    def problems(self) -> list[str]:
-        """What is wrong with it, in words."""
-        found = self.train.problems() + unknown_choices(self)
-        if self.lora is not None and self.lora < 1:
-            found.append(f"lora must be a rank of at least 1, got {self.lora}")
-        if self.lora is not None and self.freeze:
-            found.append("lora freezes the whole model already; leave freeze out")
-        if self.evaluate_every < 0:
-            found.append(f"evaluate_every must not be negative, got {self.evaluate_every}")
-        if self.evaluate_documents < 1:
-            found.append(f"evaluate_documents must be at least 1, got {self.evaluate_documents}")
-        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,13 +37,13 @@ class Job:
     tokenizer: Any
     shape: Shape
     needles: Sequence[NeedleDocument]
-    config: RunConfig
+    config: ResolvedConfig
     identity: dict[str, Any]
     """What must be the same for a run to go on."""
 
     def settings(self) -> dict[str, Any]:
         """What is saved beside the checkpoints."""
-        return {"identity": self.identity, "config": asdict(self.config), "versions": versions()}
+        return {"identity": self.identity, "config": self.config.to_json(), "versions": versions()}
 
 
 def prepare(
@@ -101,11 +54,12 @@ def prepare(
     plan_fingerprint: str,
     cache: Path | None,
     here: World,
-    **options: Any,
+    config: TrainConfig,
 ) -> Job:
     """Refuse what cannot be trained before any weight is loaded."""
+    config.check()
     check_factors(factors, info)
-    config = resolve(len(plan), groups=here.size, **options)
+    config = config.resolved(len(plan), groups=here.size)
     bones = skeleton(info)
     tokenizer = load_tokenizer(info)
     problems = config.problems()
@@ -115,7 +69,7 @@ def prepare(
     if (config.lora or 0) > width:
         problems.append(f"lora must be a rank of at most {width:,}, the model's width, got {config.lora:,}")
     if problems:
-        raise LongRopeError(all_problems("this run cannot start", problems), hint="`longrope2 train --help`")
+        raise cannot_start(problems)
     if config.lora:
         require("peft", extra="train", purpose="LoRA")
     if config.window == "single":
@@ -133,7 +87,7 @@ def prepare(
             factors,
             count=config.evaluate_documents,
             books=config.books,
-            seed=config.train.seed,
+            seed=config.seed,
             note=say if here.is_main else lambda _: None,
         )
     return Job(
@@ -149,27 +103,9 @@ def prepare(
             "weights": weights_fingerprint(info),
             "factors": _digest({k: v for k, v in factors.to_json().items() if k != "provenance"}),
             "plan": plan_fingerprint,
-            **{name: value for name, value in _flat(config).items() if name not in ELASTIC},
+            **identity(config),
         },
     )
-
-
-def resolve(plan_rows: int | None, *, groups: int, **options: Any) -> RunConfig:
-    """The configuration with its defaults: one epoch of the plan, steps of 64 rows or of all there are."""
-    if plan_rows == 0:
-        raise LongRopeError("the plan has no rows", hint="`longrope2 data plan` makes one from your documents")
-    names = TrainConfig.__dataclass_fields__
-    given = {name: value for name, value in options.items() if value is not None}
-    learning = {name: given.pop(name) for name in list(given) if name in names}
-    if "batch_rows" not in learning:
-        most = BATCH_ROWS if plan_rows is None else min(BATCH_ROWS, plan_rows)
-        learning["batch_rows"] = max(most // groups, 1) * groups
-    if "steps" not in learning:
-        # Without a plan their number is not known yet, and no warm-up is too long for it.
-        known = None if plan_rows is None else plan_rows // max(learning["batch_rows"], 1)
-        learning["steps"] = max(learning.get("warmup_steps", 1) if known is None else known, 1)
-    learning.setdefault("warmup_steps", min(LARGEST_WARMUP, max(learning["steps"] // 10, 1)))
-    return RunConfig(train=TrainConfig(**learning), **given)
 
 
 def _misfits(plan: Plan, factors: RescaleFactors, tokenizer: Any, model_config: Any) -> list[str]:
@@ -189,7 +125,7 @@ def _misfits(plan: Plan, factors: RescaleFactors, tokenizer: Any, model_config: 
     return found
 
 
-def _uneven(config: RunConfig, plan: Plan, model_config: Any, here: World) -> list[str]:
+def _uneven(config: ResolvedConfig, plan: Plan, model_config: Any, here: World) -> list[str]:
     """What cannot be shared evenly by the processes."""
     found = []
     size, length, heads = config.sequence_parallel, plan.config.target_length, model_config.num_attention_heads
@@ -197,9 +133,9 @@ def _uneven(config: RunConfig, plan: Plan, model_config: Any, here: World) -> li
         found.append(f"rows of {length:,} tokens cannot be shared evenly by {size} processes (sequence_parallel)")
     if heads % size:
         found.append(f"{heads} attention heads cannot be shared evenly by {size} processes (sequence_parallel)")
-    if config.train.batch_rows % here.size:
+    if config.batch_rows % here.size:
         groups = "processes" if size == 1 else f"groups of {size} processes"
-        found.append(f"{config.train.batch_rows} rows of a step (batch_rows) cannot be shared by {here.size} {groups}")
+        found.append(f"{config.batch_rows} rows of a step (batch_rows) cannot be shared by {here.size} {groups}")
     return found
 
 
@@ -226,11 +162,6 @@ def _warn_of_other_short_side(info: ModelInfo, factors: RescaleFactors) -> None:
     own = rescaled.factors if rescaled else (1.0,) * len(factors.short)
     if any(abs(a - b) > 1e-6 * b for a, b in zip(factors.short, own, strict=True)):
         warn(f"the short factors are not those {info.name} has now: short rows will not see its own RoPE")
-
-
-def _flat(config: RunConfig) -> dict[str, Any]:
-    values = asdict(config)
-    return {**values.pop("train"), **values}
 
 
 def versions() -> dict[str, str]:

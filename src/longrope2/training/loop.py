@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,11 @@ from torch.distributed.tensor import DTensor
 from longrope2.console import say
 from longrope2.data.loader import IGNORED_LABEL
 from longrope2.distributed import World
-from longrope2.errors import LongRopeError, below_minimum
+from longrope2.errors import LongRopeError
 from longrope2.factors import RescaleFactors
 from longrope2.files import package_versions
 from longrope2.training.checkpoint import FOLDER, Checkpoints
+from longrope2.training.config import ResolvedConfig
 from longrope2.training.interrupts import interrupts
 from longrope2.training.mixed import Batch, MixedWindowModel, mixed_window
 from longrope2.training.parallel import own_part, sequence_parallel, shard
@@ -27,53 +28,6 @@ from longrope2.training.trainable import is_matrix
 KINDS = ("short", "long")
 NAMED_ROWS = 3
 """How many rows an error speaks of before it only counts them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """How weights are updated; the defaults are the paper's, where it names them."""
-
-    steps: int
-    batch_rows: int = 64
-    """Rows of one step, over all processes."""
-    learning_rate: float = 2e-5
-    """The peak; a cosine brings it down to zero."""
-    warmup_steps: int = 10
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.1
-    """On matrices only."""
-    gradient_clip: float = 1.0
-    save_every: int = 100
-    keep: int = 2
-    """How many checkpoints stay on disk."""
-    seed: int = 0
-
-    def problems(self) -> list[str]:
-        """What is wrong with it, in words."""
-        found = below_minimum(self, steps=1, batch_rows=1, warmup_steps=0, save_every=1, keep=1)
-        for name in ("learning_rate", "gradient_clip"):
-            if not 0 < getattr(self, name) < math.inf:
-                found.append(f"{name} must be positive and finite, got {getattr(self, name)}")
-        if not 0 <= self.weight_decay < math.inf:
-            found.append(f"weight_decay must be finite and not negative, got {self.weight_decay}")
-        if 0 < self.steps < self.warmup_steps:
-            found.append(f"warmup_steps must be at most steps ({self.steps}), got {self.warmup_steps}")
-        if not all(0 <= beta < 1 for beta in self.betas):
-            found.append(f"betas must lie in [0, 1), got {list(self.betas)}")
-        if self.seed < 0:
-            found.append(f"seed must not be negative, got {self.seed}")
-        return found
-
-    def rows_of(self, step: int, here: World) -> range:
-        """The numbers of the rows that this process's group takes in a step."""
-        return range(step * self.batch_rows + here.rank, (step + 1) * self.batch_rows, here.size)
-
-    def learning_rate_at(self, step: int) -> float:
-        """Linear warm-up, then a cosine that would be zero at the step after the last."""
-        if step < self.warmup_steps:
-            return self.learning_rate * (step + 1) / self.warmup_steps
-        done = (step - self.warmup_steps) / max(self.steps - self.warmup_steps, 1)
-        return self.learning_rate * 0.5 * (1 + math.cos(math.pi * done))
 
 
 @dataclass(frozen=True)
@@ -97,12 +51,10 @@ def train(
     model: Any,
     factors: RescaleFactors,
     rows: Callable[[int], Batch],
-    config: TrainConfig,
+    config: ResolvedConfig,
     output: Path,
     here: World,
     *,
-    recompute: bool | None = None,
-    compiled: bool = False,
     kind_of: Callable[[int], str] | None = None,
     name_row: Callable[[int], str] = "row {} of the run".format,
     started: Callable[[int], None] = lambda _: None,
@@ -112,8 +64,7 @@ def train(
     """Train `model` in place; `rows(i)` is the i-th row of the run, as a batch of one.
 
     Goes on from the newest checkpoint in `output`. Rows are a pure function of their number, so that resuming needs
-    one integer and any number of processes sees the same data. `recompute` and `compiled` are those of
-    `mixed_window`; None: on GPUs.
+    one integer and any number of processes sees the same data.
 
     A row is of the kind its RoPE says, unless `kind_of` knows better; `name_row` names it in errors. `started` hears
     after how many steps the run goes on. `evaluate` may use the model between steps, all processes at once; it is
@@ -121,12 +72,12 @@ def train(
     and saves a checkpoint.
     """
     device = next(model.parameters()).device
-    record = {"config": asdict(config), "versions": package_versions("torch", "transformers")}
+    record = {"config": config.to_json()["train"], "versions": package_versions("torch", "transformers")}
     results = []
-    recompute = device.type == "cuda" if recompute is None else recompute
+    recompute = device.type == "cuda" if config.recompute is None else config.recompute
     with (
         interrupts() as interrupt,
-        mixed_window(model, factors, recompute=recompute, compiled=compiled) as mixed,
+        mixed_window(model, factors, recompute=recompute, compiled=config.compiled) as mixed,
         sequence_parallel(here),
     ):
         shard(mixed, here)
@@ -144,7 +95,7 @@ def train(
             for step in range(first, config.steps):
                 # Dropout, where a model has it, must not depend on where a run was interrupted.
                 torch.manual_seed((config.seed * 1_000_003 + step) % 2**63)
-                numbers = config.rows_of(step, here)
+                numbers = own_rows(config, step, here)
                 for group in optimizer.param_groups:
                     group["lr"] = config.learning_rate_at(step)
                 batches = [own_part(rows(n), here).to(device) for n in numbers]
@@ -172,7 +123,7 @@ def train_step(
     mixed: MixedWindowModel,
     optimizer: torch.optim.Optimizer,
     batches: Sequence[Batch],
-    config: TrainConfig,
+    config: ResolvedConfig,
     step: int,
     here: World,
     *,
@@ -199,7 +150,7 @@ def train_step(
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     sums = [(kind, float(loss)) for kind, loss in zip(kinds, losses, strict=True)]
-    numbered = zip(config.rows_of(step, here), losses, strict=False)
+    numbered = zip(own_rows(config, step, here), losses, strict=False)
     broken = [number for number, loss in numbered if not math.isfinite(loss)]
     gathered = here.gather_all((sums, broken))
     all_sums = _by_kind(entry for entries, _ in gathered for entry in entries)
@@ -215,7 +166,12 @@ def train_step(
     )
 
 
-def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+def own_rows(config: ResolvedConfig, step: int, here: World) -> range:
+    """The numbers of the rows that this process's group takes in a step."""
+    return range(step * config.batch_rows + here.rank, (step + 1) * config.batch_rows, here.size)
+
+
+def make_optimizer(model: nn.Module, config: ResolvedConfig) -> torch.optim.AdamW:
     """AdamW with weight decay on matrices only."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     groups = [
@@ -226,7 +182,7 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=fused)
 
 
-def _not_finite(result: StepResult, config: TrainConfig, name_row: Callable[[int], str]) -> LongRopeError:
+def _not_finite(result: StepResult, config: ResolvedConfig, name_row: Callable[[int], str]) -> LongRopeError:
     """Names the rows where it happened, as far as one can know."""
     broken = result.broken_rows
     if not broken:

@@ -14,8 +14,9 @@ from longrope2.console import ProgressLine, say
 from longrope2.errors import MissingExtraError
 from longrope2.files import write_text
 from longrope2.shapes import misfit
+from longrope2.training.config import ResolvedConfig
 from longrope2.training.gpus import GIB, known_gpu
-from longrope2.training.loop import StepResult, TrainConfig
+from longrope2.training.loop import StepResult
 from longrope2.training.shape import Shape
 
 LOG = "log.jsonl"
@@ -29,7 +30,7 @@ class Reporter:
     def __init__(
         self,
         output: Path,
-        config: TrainConfig,
+        config: ResolvedConfig,
         shape: Shape,
         *,
         device: torch.device,

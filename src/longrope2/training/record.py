@@ -1,7 +1,6 @@
 """The record of a finished run: what was done with what, and what came of it."""
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,9 @@ def make_record(job: Job, output: Path, here: World) -> dict[str, Any]:
     """What goes into the model's folder, from the job and the log of all its steps."""
     log = read_log(output / LOG)
     steps = steps_in(log)
-    if (lost := job.config.train.steps - len(steps)) > 0:
+    if (lost := job.config.steps - len(steps)) > 0:
         warn(
-            f"{output / LOG} lacks {lost} of {job.config.train.steps} steps: tokens, seconds and losses in {RECORD} "
+            f"{output / LOG} lacks {lost} of {job.config.steps} steps: tokens, seconds and losses in {RECORD} "
             "are those of the others; the weights are not touched by that"
         )
     needles = [line for line in log if misfit(line, NEEDLES) is None]
@@ -43,11 +42,11 @@ def make_record(job: Job, output: Path, here: World) -> dict[str, Any]:
             "seed": plan.config.seed,
             "sources": [source.label for source in plan.sources],
         },
-        "config": asdict(job.config),
+        "config": job.config.to_json(),
         "versions": versions(),
         "processes": here.num_processes,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "steps": job.config.train.steps,
+        "steps": job.config.steps,
         "tokens": sum(line["tokens"] for line in steps),
         "seconds": sum(line["seconds"] for line in steps),
         "losses": {"first": losses_in(steps[0]), "last": losses_in(steps[-1])} if steps else {},

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import pairwise
-from typing import Literal
 
 import numpy as np
 import torch
@@ -13,9 +12,9 @@ from longrope2.data.buckets import RowKind
 from longrope2.data.corpus import Corpus
 from longrope2.data.loader import Row, RowLoader, order_of_rows
 from longrope2.data.plan import Plan
+from longrope2.training.config import LongRowMask
 from longrope2.training.mixed import Batch
 
-LongRowMask = Literal["full", "document"]
 NAMED_DOCUMENTS = 4
 
 

@@ -17,6 +17,7 @@ from longrope2.files import only_one, refuse_foreign, write_json
 from longrope2.models import describe, load
 from longrope2.training.checkpoint import FOLDER as CHECKPOINTS
 from longrope2.training.checkpoint import step_name
+from longrope2.training.config import train_config
 from longrope2.training.interrupts import interrupts
 from longrope2.training.job import Job, prepare
 from longrope2.training.loop import train
@@ -41,17 +42,14 @@ def run_train(
     cache: Path | None = None,
     wandb: str | None = None,
     as_json: bool = False,
-    sequence_parallel: int = 1,
     **options: Any,
 ) -> None:
     """Check everything, then train, or go on where a run was interrupted, and write the model."""
     # DCP says so whenever a single process saves, though it was asked to.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-    if sequence_parallel < 1:
-        raise LongRopeError(
-            f"sequence_parallel must be at least 1, got {sequence_parallel}", hint="1: each process takes whole rows"
-        )
-    with interrupts(), world(group_size=sequence_parallel) as here:
+    config = train_config(**options)
+    config.check()
+    with interrupts(), world(group_size=config.sequence_parallel) as here:
         job = prepare(
             describe(model, original_length=original_length),
             RescaleFactors.given(factors),
@@ -59,8 +57,7 @@ def run_train(
             plan_fingerprint="sha256:" + hashlib.sha256(plan.read_bytes()).hexdigest()[:16],
             cache=cache,
             here=here,
-            sequence_parallel=sequence_parallel,
-            **options,
+            config=config,
         )
         if not _is_finished(output, job, here):
             with only_one(output if here.is_main else None, "another process is training there"):
@@ -91,7 +88,7 @@ def train_job(job: Job, output: Path, here: World, *, wandb: str | None = None) 
 
 def _train_and_write(job: Job, output: Path, here: World, reporter: Reporter | None) -> None:
     config = job.config
-    rows = PlanRows(job.plan, job.corpora, seed=config.train.seed, long_row_mask=config.long_row_mask)
+    rows = PlanRows(job.plan, job.corpora, seed=config.seed, long_row_mask=config.long_row_mask)
     hooks: dict[str, Any] = {}
     if reporter is not None:
         hooks = {"started": reporter.started, "report": reporter.step}
@@ -100,18 +97,16 @@ def _train_and_write(job: Job, output: Path, here: World, reporter: Reporter | N
         hooks["evaluate"] = Retrieval(job.factors, job.needles, here, every=config.evaluate_every, note=note)
     model = load(job.info, dtype=torch.float32, device=here.device()).model
     if config.lora is not None:
-        torch.manual_seed(config.train.seed)
+        torch.manual_seed(config.seed)
         add_lora(model, config.lora)
     freeze(model, config.freeze)
     train(
         model,
         job.factors,
         rows,
-        config.train,
+        config,
         output,
         here,
-        recompute=config.recompute,
-        compiled=config.compiled,
         kind_of=rows.kind,
         name_row=rows.name,
         **hooks,
@@ -122,7 +117,7 @@ def _train_and_write(job: Job, output: Path, here: World, reporter: Reporter | N
 
 
 def _reporter(job: Job, output: Path, here: World, wandb: str | None) -> Reporter:
-    config, shape, length = job.config.train, job.shape, job.plan.config.target_length
+    config, shape, length = job.config, job.shape, job.plan.config.target_length
     say(
         f"{config.steps:,} steps of {config.batch_rows} rows of {length:,} tokens, "
         f"{config.steps * config.batch_rows / len(job.plan):.2f} epochs of the plan; "
@@ -205,7 +200,7 @@ def _check_kinds(output: Path) -> None:
 
 def _is_product_whole(output: Path, job: Job) -> bool:
     """Whether the trained model is there as asked for; if not, the last checkpoint must be, to write it from."""
-    product, steps = output / PRODUCT, job.config.train.steps
+    product, steps = output / PRODUCT, job.config.steps
     if not product.exists():
         return False
     problem = product_problem(product, dtype=job.config.save_dtype)
