@@ -15,8 +15,7 @@ from common import arguments, report
 from transformers import AutoModelForCausalLM
 
 from longrope2.data.corpus import open_corpus
-from longrope2.data.plan import Plan
-from longrope2.data.plan_command import run_plan
+from longrope2.data.plan import Plan, plan_documents
 from longrope2.factors import RescaleFactors
 from longrope2.generation.saved import FACTORS_FILE
 from longrope2.models import describe, rescale_model
@@ -68,7 +67,7 @@ def dense_mask(batch: Batch) -> torch.Tensor:
 
 def make_plan(folder: Path) -> Plan:
     (folder / "mix.toml").write_text(MIX)
-    return run_plan("tiny", folder / "plan.jsonl", config=folder / "mix.toml", cache=folder / "cache")
+    return plan_documents("tiny", folder / "plan.jsonl", config=folder / "mix.toml", cache=folder / "cache")
 
 
 def main() -> None:

@@ -14,16 +14,18 @@ from longrope2.errors import LongRopeError
 from longrope2.options import Length, broken_limits, build, identity, option, stated, wrong_types
 
 ADDED = """
-import dataclasses, sys
+import importlib, importlib.util, re, sys
 from click.testing import CliRunner
-from longrope2.options import option
-import longrope2.{room}.config as stage
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class {kind}(stage.{kind}):
-    sparkle: int = option(3, "How much it sparkles.", least=1)
-
-stage.{kind} = {kind}  # as if the line stood in that file
+spec = importlib.util.find_spec("longrope2.{room}.config")
+source = open(spec.origin).read()
+line = '    sparkle: int = option(3, "How much it sparkles.", least=1)'
+docstring = r'class {kind}\\b.*?\\n    \"\"\".*?\"\"\"\\n'
+changed, count = re.subn(docstring, lambda found: found[0] + line + chr(10), source, flags=re.S)
+assert count == 1
+stage = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+exec(compile(changed, spec.origin, "exec"), stage.__dict__)
+importlib.import_module("longrope2.{room}").config = stage
 
 import longrope2
 from longrope2.cli import cli
@@ -41,8 +43,8 @@ help = CliRunner().invoke(cli, [*"{command}".split(), "--help"]).output
 assert "--sparkle INTEGER" in help and "How much it sparkles. [default: 3]" in " ".join(help.split()), help
 recipe = sys.argv[1]
 with open(recipe, "w") as file:
-    file.write('model = "tiny"\\ntarget_length = 512\\n[{table}]\\nsparkle = 5\\n')
-assert read_recipe(recipe).{table} == {{"sparkle": 5}}
+    file.write('model = "tiny"\\ntarget_length = 512\\n[{table}]\\n{needed}sparkle = 5\\n')
+assert read_recipe(recipe).{table}["sparkle"] == 5
 with open(recipe, "w") as file:
     file.write('model = "tiny"\\ntarget_length = 512\\n[{table}]\\nsparkle = "much"\\n')
 found = message(lambda: read_recipe(recipe))
@@ -52,6 +54,8 @@ assert "sparkle must be at least 1, got 0" in found, found
 """
 STAGES = {
     "search": ("search", "SearchConfig", "search", "longrope2.search_factors('tiny', 512, "),
+    "plan": ("data", "PlanConfig", "data plan", "stage.PlanConfig(target_length=512, original_length=256, "),
+    "recall": ("data", "RecallConfig", "data recall", "stage.RecallConfig(lengths=(64,), "),
     "train": ("training", "TrainConfig", "train", "longrope2.train('tiny', 'factors', 'plan', 'output', "),
 }
 
@@ -59,7 +63,8 @@ STAGES = {
 @pytest.mark.parametrize("table", STAGES)
 def test_an_option_added_in_one_line_is_in_help_recipe_and_python(table, tmp_path):
     room, kind, command, call = STAGES[table]
-    script = ADDED.format(table=table, room=room, kind=kind, command=command, call=call)
+    needed = "lengths = [64]\\n" if table == "recall" else ""
+    script = ADDED.format(table=table, room=room, kind=kind, command=command, call=call, needed=needed)
     done = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path / "recipe.toml")], capture_output=True, text=True, timeout=120
     )
@@ -135,3 +140,24 @@ def test_the_command_line_parses_every_type():
     }  # fmt: skip
     for wrong in (["--length", "x"], ["--length", "8", "--word", "c"], ["--length", "8", "--warmth", "hot"], []):
         assert CliRunner().invoke(command, wrong).exit_code == 2
+
+
+def test_what_a_file_may_say_is_none_unless_given():
+    import click
+
+    @dataclass(frozen=True, kw_only=True)
+    class Mixed(Inner):
+        length: Length = option(help="Tokens.")
+        start: int = option(0, "Start.")
+        quick: bool = option(False, "Quick.")
+        sizes: tuple[int, ...] = option((), "Sizes.", flag="--size", repeated=True, parse=lambda text: len(text))
+
+    found = {}
+    command = click.command()(options_of(Mixed, from_file=True)(lambda **values: found.update(values)))
+    assert CliRunner().invoke(command, ["--size", "abc", "--size", ""]).exit_code == 0
+    assert found == {"length": None, "start": None, "quick": None, "rounds": None, "share": None, "rest": None,
+                     "sizes": (3, 0)}  # fmt: skip
+    shown = " ".join(CliRunner().invoke(command, ["--help"]).output.split())
+    assert "--start INTEGER Start. [default: 0]" in shown
+    assert "--quick Quick. --size" in shown
+    assert "--length N Tokens. --start" in shown

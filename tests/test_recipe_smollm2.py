@@ -10,7 +10,7 @@ import pytest
 
 import longrope2
 from longrope2.books import read_books
-from longrope2.data.plan_command import read_config
+from longrope2.data.config import read_mix
 from longrope2.evaluation.config import EvaluationConfig
 from longrope2.search.config import search_config
 
@@ -37,9 +37,9 @@ def test_every_row_has_a_mix_of_its_length_with_enough_rows(recipe):
     for row in recipe.ROWS.values():
         if row.make is None:
             continue
-        settings, sources, buckets = read_config(RECIPE / f"{row.mix}.toml")
-        assert settings["target_length"] == buckets[-1].up_to == row.length
-        assert {source.path for source in sources} <= {"books", *recipe.RECALL}
+        settings = read_mix(RECIPE / f"{row.mix}.toml")
+        assert settings["target_length"] == settings["buckets"][-1].up_to == row.length
+        assert {source.path for source in settings["sources"]} <= {"books", *recipe.RECALL}
         tokens_a_step = recipe.BATCH_ROWS * 32 * 1024
         assert settings["rows"] * row.length >= row.steps * tokens_a_step
 
@@ -52,14 +52,16 @@ def test_sources_of_a_mix_are_made_and_put_in_place(recipe, tmp_path, monkeypatc
     (books / "a.txt").write_text(next(iter(read_books())).text, encoding="utf-8")
     monkeypatch.setattr(recipe, "RECALL", dict.fromkeys(recipe.RECALL, (512, 3, 2)))
     planned = []
-    monkeypatch.setattr(recipe, "run_plan", lambda model, path, *, config, seed, cache: planned.append((config, seed)))
+    monkeypatch.setattr(
+        recipe, "plan_documents", lambda model, path, *, config, seed, cache: planned.append((config, seed))
+    )
     bench = recipe.Bench(model="tiny", data=data, output=tmp_path / "out")
     bench.__dict__["base"] = "tiny"
     (tmp_path / "out").mkdir()
     bench.plan("mix-32k", 1)
     config, seed = planned[0]
     assert seed == 1
-    _, sources, _ = read_config(config)
+    sources = read_mix(config)["sources"]
     assert [source.path for source in sources] == [str(books), *(f"{tmp_path}/out/recall-{n}k.jsonl" for n in (8, 32))]
     assert len((tmp_path / "out" / "recall-32k.jsonl").read_text().splitlines()) == 3
 

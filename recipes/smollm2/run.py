@@ -20,8 +20,9 @@ from typing import Any
 import torch
 
 from longrope2 import RescaleFactors, evaluate, rescale, search_factors, train
-from longrope2.data.plan_command import run_plan
-from longrope2.data.recall import RecallConfig, write_recall
+from longrope2.data.config import RecallConfig
+from longrope2.data.plan import plan_documents
+from longrope2.data.recall import write_recall
 from longrope2.evaluation.results import RESULTS
 from longrope2.files import write_json
 from longrope2.models import describe, load, load_tokenizer
@@ -249,7 +250,7 @@ class Bench:
             named = re.compile('path = "(.+?)"')
             placed = named.sub(lambda found: f"path = {json.dumps(str(self.source(found[1])))}", text)
             config.write_text(placed, encoding="utf-8")
-            run_plan(self.base, path, config=config, seed=seed, cache=self.output / "tokens")
+            plan_documents(self.base, path, config=config, seed=seed, cache=self.output / "tokens")
         return path
 
     def train(self, name: str) -> str:

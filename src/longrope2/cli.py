@@ -19,6 +19,7 @@ import click
 from click import Choice, argument, option
 
 from longrope2 import __version__
+from longrope2.data.config import Mix, RecallConfig
 from longrope2.distributed import is_main_process, wait_to_speak
 from longrope2.errors import LongRopeError
 from longrope2.evaluation.config import EvaluationConfig
@@ -93,6 +94,19 @@ class Lengths(click.ParamType):  # type: ignore[type-arg]
         return tuple(LENGTH.convert(part, param, ctx) for part in str(value).split(","))
 
 
+class Parsed(click.ParamType):  # type: ignore[type-arg]
+    """What an option's own parser makes of a text."""
+
+    name = "TEXT"
+
+    def __init__(self, parse: Callable[[str], Any]) -> None:
+        self.parse = parse
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Parse; the parser says what is wrong."""
+        return self.parse(value)
+
+
 class Names(click.ParamType):  # type: ignore[type-arg]
     """Names separated by commas."""
 
@@ -157,35 +171,42 @@ corpus_option = option(
 json_option = option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 
 
-def options_of(kind: type, *without: str) -> Callable[[Any], Any]:
-    """The options of a config class as those of a command, but for some."""
+def options_of(kind: type, *without: str, from_file: bool = False) -> Callable[[Any], Any]:
+    """The options of a config class as those of a command, but for some.
+
+    With `from_file` one that is not given is None: a file may say it.
+    """
 
     def decorate(command: Any) -> Any:
         for entry in reversed(list(stated(kind))):  # a decorator further down comes first
             if entry.option.command and entry.name not in without:
-                command = _click_option(entry)(command)
+                command = _click_option(entry, from_file=from_file)(command)
         return command
 
     return decorate
 
 
-def _click_option(entry: Stated) -> Callable[[Any], Any]:
-    facts = entry.option
+def _click_option(entry: Stated, *, from_file: bool) -> Callable[[Any], Any]:
+    facts, default, usual = entry.option, entry.default, entry.option.usual
+    if from_file:
+        unsaid = default in (MISSING, None, ()) or default is False
+        default, usual = None, usual if unsaid else str(default)
     kinds = [part for part in _parts(entry.hint) if part is not NoneType]
     flag, settings = entry.flag, dict[str, Any](metavar=facts.metavar)
-    if kinds == [bool]:
+    if facts.parse is not None:
+        settings |= {"multiple": facts.repeated, "type": Parsed(facts.parse)}
+    elif kinds == [bool]:
         settings = {"is_flag": True} if entry.default is False else {}
         flag += "" if settings else f"/--no-{flag.removeprefix('--')}"
     elif facts.repeated:
         settings |= {"multiple": True, "type": str}
     else:
         settings["type"] = _click_type(kinds)
-    if entry.default is MISSING:
+    if default is MISSING:
         settings["required"] = True
-    elif entry.default != ():  # which click would parse; None, as of an option that was not given, is the default, too
-        settings |= {"default": entry.default, "show_default": entry.default is not None}
-    usual = f"  [default: {facts.usual}]" if facts.usual else ""
-    return option(flag, entry.name, help=facts.help + usual, **settings)
+    elif default != ():  # which click would parse; None, as of an option that was not given, is the default, too
+        settings |= {"default": default, "show_default": default is not None}
+    return option(flag, entry.name, help=facts.help + (f"  [default: {usual}]" if usual else ""), **settings)
 
 
 def _click_type(kinds: Sequence[Any]) -> Any:
@@ -394,43 +415,28 @@ def data() -> None:
 
 @data.command()
 @model_argument
-@option("--target-length", type=LENGTH, help="Window to reach, e.g. 128k; default: as --config says.")
 @option("-o", "--output", required=True, type=FILE, help="Plan to write, e.g. plan.jsonl.")
-@option(
-    "--source",
-    "sources",
-    multiple=True,
-    metavar="PATH[=WEIGHT]",
-    help="Folder, file, hub dataset or 'books'; may be repeated. Replaces the sources of --config.",
-)
 @option("--config", type=FILE, help="TOML: [plan], [[source]], [[bucket]].")
-@option("--tokens", metavar="N", help="Tokens to plan, e.g. 10B; default: what one epoch gives.")
-@option("--buckets", metavar="LIST", help="Largest length and quota of each, e.g. 8k:3,100k:3,200k:4.")
-@option("--seed", type=int, help="The same seed gives the same plan.  [default: 0]")
-@option("--repeat", is_flag=True, default=None, help="Use documents again where a bucket runs out of them.")
-@option("--over-long", type=Choice(["cut", "drop"]), help="Documents above the last bucket.  [default: cut]")
-@option("--max-padding", type=float, metavar="SHARE", help="Largest share of padding in a short row.  [default: 0.01]")
+@options_of(Mix, from_file=True)
 @corpus_option
-@original_option
 @json_option
-def plan(model: str, output: Path, **options: Any) -> None:
+def plan(model: str, output: Path, config: Path | None, cache: Path | None, as_json: bool, **options: Any) -> None:
     """Pack documents into training rows of the target length.
 
     Documents up to the trained window go into short rows, longer ones into long rows. Sources are tokenised once.
     """
-    from longrope2.data.plan_command import run_plan
+    from longrope2.console import show_json
+    from longrope2.data.composition import show_composition
+    from longrope2.data.plan import plan_documents
 
-    run_plan(model, output, **options)
+    made = plan_documents(model, output, config=config, cache=cache, **options)
+    show_json(made.report) if as_json else show_composition(made.report)
 
 
 @data.command()
 @model_argument
 @option("-o", "--output", required=True, type=FILE, help="Source to write, e.g. recall.jsonl.")
-@option("--lengths", type=LENGTHS, required=True, help="Tokens of a document, e.g. 8k,128k.")
-@option("--documents", default=100, help="Of each length.")
-@option("--needles", default=8, help="Hidden and asked for in a document, if there is room.")
-@option("--books", metavar="SOURCE", help="Folder, file or hub dataset; default: the package's training books.")
-@seed_option
+@options_of(RecallConfig)
 def recall(model: str, output: Path, **options: Any) -> None:
     """Write documents that hide numbers and ask for them later.
 
@@ -438,7 +444,7 @@ def recall(model: str, output: Path, **options: Any) -> None:
     one of the target length fills a row.
     """
     from longrope2.console import say
-    from longrope2.data.recall import RecallConfig, write_recall
+    from longrope2.data.recall import write_recall
     from longrope2.models import describe, load_tokenizer
 
     write_recall(load_tokenizer(describe(model)), RecallConfig(**options), output)

@@ -7,7 +7,7 @@ class is a frozen dataclass in a module that imports nothing heavy, so that `--h
 import difflib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -38,6 +38,8 @@ class Option:
     above: float | None = None
     below: float | None = None
     """Limits that are not allowed themselves."""
+    parse: Callable[[str], Any] | None = None
+    """How the command line reads a text, where the type does not say it."""
     command: bool = True
     """Whether the command line has it."""
     recipe: bool = True
@@ -96,6 +98,11 @@ def stated(kind: type) -> Iterator[Stated]:
             yield _stated(entry, hint)
 
 
+def required(kind: type) -> list[str]:
+    """The options of a config class that must be given."""
+    return [entry.name for entry in stated(kind) if entry.default is MISSING]
+
+
 def wrong_types(config: Any) -> list[str]:
     """Every option of a config whose value is not of its type, in words."""
     return [
@@ -120,6 +127,17 @@ def identity(config: Any) -> dict[str, Any]:
     return {entry.name: value for entry, value in _values(config) if not entry.option.elastic}
 
 
+def wrong_entries(subject: str, table: Mapping[str, Any], hints: Mapping[str, Any]) -> list[str]:
+    """Unknown keys and values of the wrong type in a table, in words; `hints` has the type of each key."""
+    return [
+        f"{subject}: {unknown(name, hints)}"
+        if name not in hints
+        else f"{subject}: {name} must be {in_words(hints[name])}, got {in_toml(value)}"
+        for name, value in table.items()
+        if name not in hints or not conforms(plain(value), hints[name])
+    ]
+
+
 def build(kind: type[Config], subject: str, values: Mapping[str, Any]) -> Config:
     """A config from plain values, as command line, recipes and Python give them; refuses unknown names.
 
@@ -127,8 +145,7 @@ def build(kind: type[Config], subject: str, values: Mapping[str, Any]) -> Config
     """
     known = {entry.name: entry for entry in stated(kind)}
     wrong = [unknown(name, known) for name in values if name not in known]
-    missing = [name for name, entry in known.items() if entry.default is MISSING and name not in values]
-    wrong += [f"{name} is missing" for name in missing]
+    wrong += [f"{name} is missing" for name in required(kind) if name not in values]
     if wrong:
         raise LongRopeError(all_problems(subject, wrong), hint=f"there are {', '.join(known)}")
     return _built(kind, values)

@@ -8,11 +8,9 @@ import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from longrope2.data.buckets import PlanConfig
-from longrope2.data.corpus import Corpus
-from longrope2.data.marks import Marks
-from longrope2.data.planning import make_plan
-from longrope2.data.sources import Source
+from longrope2.data.config import Mix, PlanConfig, Source
+from longrope2.data.corpus import Corpus, Marks
+from longrope2.data.plan import make_plan
 
 MARKS = Marks(bos=1, eos=2, pad=3)
 FIRST_TOKEN = 10
@@ -38,7 +36,8 @@ def plan_of(lengths: list[int], marks: Marks = MARKS, source: Source | None = No
     """A plan over one corpus in memory, with that corpus."""
     corpus = MemoryCorpus(lengths)
     config = PlanConfig(**{"target_length": 64, "original_length": 16, **options})
-    return make_plan(config, [source or Source(path="memory")], [corpus], marks=marks), corpus
+    mix = Mix(sources=(source or Source(path="memory"),), plan=config)
+    return make_plan(mix, [corpus], marks=marks), corpus
 
 
 def word_tokenizer(*, bos: bool = True, eos: bool = True, opens: bool = True) -> Any:

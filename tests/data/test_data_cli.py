@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from longrope2.cli import cli
+from longrope2.data.config import Source, parse_buckets, parse_tokens, read_mix
 from longrope2.data.loader import RowLoader
-from longrope2.data.plan import read_plan
-from longrope2.data.plan_command import parse_buckets, parse_tokens, read_config, run_plan
+from longrope2.data.plan import plan_documents, read_plan
 from longrope2.errors import DataError, LongRopeError
 from longrope2.models import ASSETS
 
@@ -95,7 +96,11 @@ def test_a_plan_from_the_command_line(folder, cache, tmp_path):
 def test_a_plan_from_a_file_with_json(folder, cache, tmp_path, capsys):
     outputs = []
     for name in ("a", "b"):
-        run_plan("tiny", tmp_path / name, config=folder / "mix.toml", cache=cache, as_json=True)
+        plan_documents("tiny", tmp_path / name, config=folder / "mix.toml", cache=cache)
+        assert capsys.readouterr().out == ""
+    for name in ("b", "c"):
+        options = ["--config", str(folder / "mix.toml"), "--cache", str(cache), "--json"]
+        cli.main(["data", "plan", "tiny", "-o", str(tmp_path / name), *options], standalone_mode=False)
         outputs.append(json.loads(capsys.readouterr().out))
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
     assert outputs[0] == outputs[1] == read_plan(tmp_path / "a").report
@@ -127,36 +132,36 @@ def test_wrong_input_is_one_message_and_exit_code_2(arguments, message, tmp_path
 
 
 def test_what_cannot_be_planned_or_written_is_refused_before_tokenising(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("longrope2.data.plan_command.tokenise", None)
+    monkeypatch.setattr("longrope2.data.plan.tokenise", None)
     options = {"config": folder / "mix.toml", "cache": tmp_path / "cache"}
     with pytest.raises(LongRopeError, match="Is a directory"):
-        run_plan("tiny", tmp_path, **options)
-    with pytest.raises(DataError, match="weight must be positive"):
-        run_plan("tiny", tmp_path / "p", sources=["books=-1"], **options)
+        plan_documents("tiny", tmp_path, **options)
+    with pytest.raises(DataError, match="weight must be above 0"):
+        plan_documents("tiny", tmp_path / "p", sources=[Source(path="books", weight=-1.0)], **options)
     with pytest.raises(DataError, match="rows can be planned"):
-        run_plan("tiny", tmp_path / "p", tokens="1e30", **options)
+        plan_documents("tiny", tmp_path / "p", tokens="1e30", **options)
 
 
 def test_flags_win_over_the_file(folder, cache, tmp_path, capsys):
-    plan = run_plan(
+    plan = plan_documents(
         "tiny", tmp_path / "p", config=folder / "mix.toml", cache=cache,
-        sources=[f"{folder / 'notes.jsonl'}=2"], buckets="64:1,256:1", seed=9, tokens="5k",
+        sources=[Source.parse(f"{folder / 'notes.jsonl'}=2")], buckets=parse_buckets("64:1,256:1"), seed=9, tokens="5k",
     )  # fmt: skip
     assert plan.config.seed == 9
     assert len(plan) == 4
     assert [source.weight for source in plan.sources] == [2.0]
     assert [bucket.label for bucket in plan.config.buckets] == ["1-64", "65-256"]
-    assert "4 rows" in capsys.readouterr().out
+    assert "4 rows" in capsys.readouterr().err
 
 
-def test_books_cut_to_lengths_serve_every_bucket(tmp_path, monkeypatch, capsys):
+def test_books_cut_to_lengths_serve_every_bucket(tmp_path, monkeypatch):
     """The package's books alone are enough for the tiny model."""
     config = tmp_path / "c.toml"
     config.write_text('[plan]\ntarget_length = 1024\n[[source]]\npath = "books"\ncut = [256, 800, 1600]\n')
     short = [next(iter(sources_read()))]
     monkeypatch.setattr("longrope2.data.corpus.read_documents", lambda source: iter(short))
-    plan = run_plan("tiny", tmp_path / "p", config=config, cache=tmp_path / "cache", tokens="30k", as_json=True)
-    assert [bucket["rows"] for bucket in json.loads(capsys.readouterr().out)["buckets"]] == [9, 9, 11]
+    plan = plan_documents("tiny", tmp_path / "p", config=config, cache=tmp_path / "cache", tokens="30k")
+    assert [bucket["rows"] for bucket in plan.report["buckets"]] == [9, 9, 11]
     assert not any("bucket" in warning for warning in plan.report["warnings"])
 
 
@@ -171,7 +176,7 @@ def test_the_word_books_in_a_config_file_is_no_folder_beside_it(tmp_path, monkey
     (tmp_path / "books").mkdir()
     (tmp_path / "c.toml").write_text('[[source]]\npath = "books"\n[[source]]\npath = "./books"\n')
     monkeypatch.chdir(tmp_path)
-    _, sources, _ = read_config(Path("c.toml"))
+    sources = read_mix(Path("c.toml"))["sources"]
     assert [(source.path, source.label) for source in sources] == [
         ("books", "books"),
         (str(tmp_path / "books"), "./books"),
@@ -192,11 +197,12 @@ def test_every_problem_of_a_config_file_at_once(tmp_path):
         """
     )
     with pytest.raises(DataError) as error:
-        read_config(path)
+        read_mix(path)
     for problem in (
-        "unknown key 'sauce'", "plan: unknown key 'seeds'", "plan: seed must not be 'x'",
-        "plan: repeat must not be 1", "plan: rows must not be True", "unknown key 'paths'", "path is missing",
-        "bucket 1: up_to must not be 5.5", "bucket 1: unknown key 'size'", "bucket 1: quota is missing",
+        "unknown key 'sauce'", "plan: unknown key 'seeds'", 'plan: seed must be a whole number, got "x"',
+        "plan: repeat must be true or false, got 1", "plan: rows must be a whole number, got true",
+        "source 1: unknown key 'paths', did you mean 'path'?", "source 1: path is missing",
+        "bucket 1: up_to must be a whole number, got 5.5", "bucket 1: unknown key 'size'", "bucket 1: quota is missing",
     ):  # fmt: skip
         assert problem in error.value.message
     assert "text_column" in error.value.hint
@@ -215,19 +221,19 @@ def test_every_problem_of_a_config_file_at_once(tmp_path):
 def test_a_wrong_config_file_is_refused(tmp_path, text, message):
     (tmp_path / "c.toml").write_text(text)
     with pytest.raises(DataError, match=message):
-        read_config(tmp_path / "c.toml")
+        read_mix(tmp_path / "c.toml")
 
 
 def test_rows_of_no_tokens_are_refused(tmp_path):
     (tmp_path / "c.toml").write_text('[plan]\ntarget_length = 0\ntokens = "1M"\n[[source]]\npath = "books"')
     with pytest.raises(DataError, match="target_length must be above the trained window of 256, got 0"):
-        run_plan("tiny", tmp_path / "plan.jsonl", config=tmp_path / "c.toml")
+        plan_documents("tiny", tmp_path / "plan.jsonl", config=tmp_path / "c.toml")
 
 
 def test_a_table_of_the_config_file_must_be_utf_8(tmp_path):
     (tmp_path / "c.toml").write_bytes(b'x = "\xff"')
     with pytest.raises(DataError, match="not valid TOML"):
-        read_config(tmp_path / "c.toml")
+        read_mix(tmp_path / "c.toml")
 
 
 def test_numbers_of_tokens():
@@ -248,11 +254,11 @@ def test_buckets_in_words():
 
 def test_tokens_or_rows_but_not_both(folder, cache, tmp_path):
     with pytest.raises(DataError, match="both tokens and rows are given"):
-        run_plan("tiny", tmp_path / "p", config=folder / "mix.toml", rows=3, tokens="9k")
-    assert len(run_plan("tiny", tmp_path / "p", config=folder / "mix.toml", cache=cache, rows=3)) == 3
+        plan_documents("tiny", tmp_path / "p", config=folder / "mix.toml", rows=3, tokens="9k")
+    assert len(plan_documents("tiny", tmp_path / "p", config=folder / "mix.toml", cache=cache, rows=3)) == 3
 
 
 def test_a_model_without_a_tokenizer_is_refused(folder, tmp_path):
     (tmp_path / "config.json").write_text((ASSETS / "tiny" / "config.json").read_text())
     with pytest.raises(LongRopeError, match="its tokenizer cannot be loaded"):
-        run_plan(str(tmp_path), tmp_path / "p", config=folder / "mix.toml")
+        plan_documents(str(tmp_path), tmp_path / "p", config=folder / "mix.toml")

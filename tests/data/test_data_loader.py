@@ -6,8 +6,8 @@ from data_samples import FIRST_TOKEN, MARKS, STRIDE, MemoryCorpus, plan_of
 from hypothesis import given
 from hypothesis import strategies as st
 
+from longrope2.data.corpus import Marks
 from longrope2.data.loader import RowLoader, order_of_rows
-from longrope2.data.marks import Marks
 from longrope2.data.plan import build_plan
 from longrope2.errors import DataError
 

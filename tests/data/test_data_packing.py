@@ -10,13 +10,10 @@ from data_samples import MARKS, MemoryCorpus, plan_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longrope2.data.buckets import Bucket, PlanConfig, apportion, default_buckets, rows_within
-from longrope2.data.drawing import Piece, make_pieces
-from longrope2.data.marks import Marks
-from longrope2.data.packing import fill_short
-from longrope2.data.plan import Plan, read_plan
-from longrope2.data.planning import make_plan
-from longrope2.data.sources import Source
+from longrope2.data.config import Bucket, Mix, PlanConfig, Source, default_buckets
+from longrope2.data.corpus import Marks
+from longrope2.data.packing import Piece, apportion, fill_short, make_pieces, rows_within
+from longrope2.data.plan import Plan, make_plan, read_plan
 from longrope2.errors import DataError
 
 TARGET, ORIGINAL = 64, 16
@@ -237,7 +234,7 @@ def test_dropped_documents_are_told_by_reason():
 def two_sources(first: Source, second: Source, *lengths: list[int], **options) -> Plan:
     corpora = [MemoryCorpus(documents, key=str(i)) for i, documents in enumerate(lengths)]
     config = PlanConfig(target_length=TARGET, original_length=ORIGINAL, **options)
-    return make_plan(config, [first, second], corpora, marks=MARKS)
+    return make_plan(Mix(sources=(first, second), plan=config), corpora, marks=MARKS)
 
 
 def shares(plan: Plan) -> dict[tuple[str, str], float]:
@@ -334,10 +331,12 @@ def test_apportioning_is_exact_and_fair(rows, quotas):
         ({"rows": 0}, "not one row wanted"),
         ({"rows": 10**27}, "at most 100,000,000 rows can be planned, got 1,000,000,000,000,000,000,000,000,000"),
         ({"repeat": True}, "repeat needs a number of tokens"),
-        ({"seed": -1}, "seed must not be negative, got -1"),
-        ({"over_long": "keep"}, "over_long must be 'cut' or 'drop', got 'keep'"),
+        ({"seed": -1}, "seed must be at least 0, got -1"),
+        ({"over_long": "keep"}, 'over_long must be "cut" or "drop", got "keep"'),
         ({"max_padding": 1.0}, r"max_padding must lie in \[0, 1\), got 1.0"),
-        ({"buckets": (Bucket(up_to=16, quota=0),)}, "bucket 1-16: quota must be positive, got 0"),
+        ({"buckets": (Bucket(up_to=16, quota=0),)}, "bucket 1-16: quota must be above 0, got 0"),
+        ({"buckets": (Bucket(up_to="16", quota=1),)}, 'bucket 1: up_to must be a whole number, got "16"'),
+        ({"rows": 5, "tokens": "9k"}, "both tokens and rows are given"),
         ({"buckets": (Bucket(up_to=32, quota=1),)}, "must not reach over the trained window of 16"),
         ({"buckets": (Bucket(above=32, up_to=20, quota=1),)}, "must end above its start, got 32 to 20"),
         ({"buckets": (Bucket(up_to=16, quota=1), Bucket(above=8, up_to=12, quota=1))}, "starts before the previous"),
@@ -356,19 +355,20 @@ def test_wrong_configurations_are_refused(options, message):
     [
         ([], "no source given"),
         ([Source(path=" ")], "a source has no path"),
-        ([Source(path="a", weight=0)], "source 'a': weight must be positive, got 0"),
+        ([Source(path="a", weight=0)], "source 'a': weight must be above 0, got 0"),
         ([Source(path="a", upsample=-1)], "source 'a': upsample must lie from 0 to 16, got -1"),
         ([Source(path="a", upsample=1e6)], "source 'a': upsample must lie from 0 to 16, got 1000000"),
-        ([Source(path="a", upsample=float("nan"))], "upsample must lie from 0 to 16, got nan"),
-        ([Source(path="a", cut=(3,))], r"cut must hold lengths of at least 8 tokens, got \[3\]"),
+        ([Source(path="a", upsample=float("nan"))], "upsample must be a number, got NaN"),
+        ([Source(path="a", cut=(3,))], r"cut must be at least 8, got \[3\]"),
         ([Source(path="a"), Source(path="a")], "two sources are called 'a'"),
         ([Source(path="a", buckets=("long",))], "no bucket is called 'long'"),
     ],
 )
 def test_wrong_sources_are_refused(sources, message):
     config = PlanConfig(target_length=TARGET, original_length=ORIGINAL)
+    mix = Mix(sources=tuple(sources), plan=config)
     with pytest.raises(DataError, match=message) as caught:
-        make_plan(config, sources, [MemoryCorpus([10])] * len(sources), marks=MARKS)
+        make_plan(mix, [MemoryCorpus([10])] * len(sources), marks=MARKS)
     assert ("name of its own" in caught.value.hint) == message.startswith("two sources")
 
 

@@ -7,10 +7,9 @@ import pytest
 
 from longrope2.books import Book, read_books
 from longrope2.cli import cli
-from longrope2.data.corpus import tokenise
-from longrope2.data.marks import document_marks, plain_encoder
-from longrope2.data.recall import ATTEMPTS, WORDINGS, RecallConfig, _insert, recall_documents, write_recall
-from longrope2.data.sources import Source
+from longrope2.data.config import RecallConfig, Source
+from longrope2.data.corpus import document_marks, plain_encoder, tokenise
+from longrope2.data.recall import ATTEMPTS, WORDINGS, _insert, recall_documents, write_recall
 from longrope2.errors import DataError
 from longrope2.models import describe, load_tokenizer
 from longrope2.needles import ADJECTIVES, NOUNS, PAPER_TEMPLATE, key_value
@@ -133,7 +132,7 @@ def test_the_command_writes_a_source(tmp_path):
     ("options", "message"),
     [
         ({"lengths": ()}, "no length is named"),
-        ({"lengths": (32,)}, "lengths must be at least 64, got 32"),
+        ({"lengths": (32,)}, r"lengths must be at least 64, got \[32\]"),
         ({"lengths": (512, 256, 512)}, "length 512 is named twice"),
         ({"lengths": (256,), "documents": 0, "needles": 0}, "2 problems"),
     ],

@@ -34,8 +34,8 @@ WRONG = {
     "lengths = [512]\ndocuments": ("lengths = [8]\ndocuments", "data: recall documents: lengths must be at least 64"),
     "lengths = [512]\nsamples": ("lengths = [1024]\nsamples", "evaluate: table 1: length 1,024 is beyond"),
     "lengths = [512]\nsamples = 1\n": ("lengths = [64]\nchat = true\n", "evaluate: table 1:"),
-    "rows = 6": ('tokens = "600"\nrows = 6', "data: both tokens and rows"),
-    "repeat = true": ("seed = -1", "data: plan: seed must not be negative"),
+    "rows = 6": ('tokens = "600"\nrows = 6', "data: plan: both tokens and rows are given"),
+    "repeat = true": ("seed = -1", "data: plan: seed must be at least 0"),
     'path = "texts"': ('path = "nosuch"', "data: source 'nosuch': 'nosuch' is neither"),
     'path = "texts"\ncut': ('path = ""\ncut', "data: sources: a source has no path"),
     "[train]\nbatch": (

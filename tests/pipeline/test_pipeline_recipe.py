@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from longrope2.data.buckets import Bucket, PlanConfig
-from longrope2.data.plan_command import parse_tokens
-from longrope2.data.recall import RecallConfig
+from longrope2.data.config import Mix, PlanConfig, RecallConfig, Source, chained_buckets, parse_tokens
 from longrope2.errors import LongRopeError
 from longrope2.evaluation.config import EvaluationConfig
 from longrope2.models import describe
@@ -34,23 +32,17 @@ def test_presets_resolve(name):
     windows = {"tiny-laptop": 256, "phi3-mini-128k": 2048}
     original = windows.get(name, 8192)
     assert recipe.original_length in (None, original)
-    buckets = [Bucket(**{"above": 0, **table}) for table in recipe.bucket]
-    chained = [
-        Bucket(**{**table, "above": before})
-        for table, before in zip(recipe.bucket, [0, *(b.up_to for b in buckets)], strict=False)
-    ]
-    settings = {key: value for key, value in recipe.plan.items() if key != "tokens"}
-    PlanConfig(target_length=recipe.target_length, original_length=original, buckets=tuple(chained), **settings)
-    named = {bucket.name for bucket in chained}
-    assert all(set(source.get("buckets", ())) <= named for source in recipe.source)
+    buckets, lengths = chained_buckets(recipe.bucket), {"target_length": recipe.target_length}
+    plan = PlanConfig(original_length=original, buckets=buckets, **lengths, **recipe.plan)
+    Mix(sources=tuple(Source(**table) for table in recipe.source), plan=plan).check()
     for table in recipe.evaluate:
         EvaluationConfig(**table)
     if recipe.recall:
         config = RecallConfig(**recipe.recall)
         # A document of the target length fills a row of its own bucket, so that it is never cut.
         assert recipe.target_length in config.lengths
-        assert chained[-1].up_to == recipe.target_length
-        assert chained[-2].up_to == recipe.target_length - 1
+        assert buckets[-1].up_to == recipe.target_length
+        assert buckets[-2].up_to == recipe.target_length - 1
     assert train_config(**recipe.train).resolved(640).problems() == []
 
 

@@ -13,10 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import longrope2
 from conftest import family_model
-from longrope2.data.buckets import PlanConfig
+from longrope2.data.config import PlanConfig
 from longrope2.data.loader import RowLoader, order_of_rows
-from longrope2.data.plan import build_plan, read_plan
-from longrope2.data.plan_command import run_plan
+from longrope2.data.plan import build_plan, plan_documents, read_plan
 from longrope2.errors import LongRopeError
 from longrope2.factors import RescaleFactors
 from longrope2.files import umask
@@ -148,7 +147,7 @@ def test_a_gguf_file_becomes_a_folder(sample, tmp_path):
     file = tmp_path / "base.gguf"
     write_gguf(file, AutoModelForCausalLM.from_pretrained(sample.model), sample.model)
     plan = tmp_path / "plan.jsonl"
-    run_plan(str(file), plan, config=sample.folder / "mix.toml", cache=tmp_path / "cache")
+    plan_documents(str(file), plan, config=sample.folder / "mix.toml", cache=tmp_path / "cache")
     arguments = sample.arguments(tmp_path / "run", plan=plan, cache=tmp_path / "cache", steps=1)
     run_train(str(file), **arguments)
     trained = longrope2.load(tmp_path / "run" / "model", dtype=torch.float32, device="cpu")

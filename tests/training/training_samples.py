@@ -12,7 +12,7 @@ import torch
 from transformers import AutoTokenizer
 
 from conftest import family_model
-from longrope2.data.plan_command import run_plan
+from longrope2.data.plan import plan_documents
 from longrope2.models import ASSETS, describe, rescale_model
 from longrope2.needles import NOUNS
 from longrope2.training.progress import LOG, read_log
@@ -96,7 +96,7 @@ def make_sample(folder: Path, *, window: int = WINDOW, target: int = TARGET, fam
                 text = " ".join(words)
                 file.write(json.dumps({"text": text}) + "\n")
     (folder / "mix.toml").write_text(mix(window, target))
-    run_plan(str(folder / "base"), folder / "plan.jsonl", config=folder / "mix.toml", cache=folder / "cache")
+    plan_documents(str(folder / "base"), folder / "plan.jsonl", config=folder / "mix.toml", cache=folder / "cache")
     rescale_model(describe(folder / "base"), "ntk", target).save(folder / "factors.json")
     return Sample(folder)
 

@@ -5,12 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from longrope2.console import show_table
-from longrope2.data.buckets import PlanConfig
-from longrope2.data.corpus import Corpus
-from longrope2.data.drawing import Draw, Piece, Pieces
-from longrope2.data.marks import Marks
-from longrope2.data.packing import Packed
-from longrope2.data.sources import Source
+from longrope2.data.config import PlanConfig, Source
+from longrope2.data.corpus import Corpus, Marks
+from longrope2.data.packing import Draw, Packed, Piece, Pieces
 
 Placed = list[tuple[Piece, int]]
 """Pieces that stand in rows, each with the tokens of it that do."""
@@ -69,7 +66,7 @@ def composition(
     return report
 
 
-def show(report: dict[str, Any]) -> None:
+def show_composition(report: dict[str, Any]) -> None:
     """Print a composition as tables on stdout."""
     labels = [bucket["bucket"] for bucket in report["buckets"]]
     by_cell = {(cell["source"], cell["bucket"]): cell for cell in report["cells"]}

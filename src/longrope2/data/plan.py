@@ -4,40 +4,34 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from longrope2.data.buckets import Bucket, PlanConfig, RowKind
-from longrope2.data.marks import Marks
-from longrope2.data.sources import Source
-from longrope2.errors import DataError
-from longrope2.files import atomic_path, package_versions
+from longrope2.console import say, warn
+from longrope2.data.composition import composition
+from longrope2.data.config import Bucket, Mix, PlanConfig, Source, mix_of, read_mix
+from longrope2.data.corpus import Corpus, Marks, default_cache, document_marks, tokenise, tokenizer_fingerprint
+from longrope2.data.packing import (
+    DocumentSpan,
+    Draw,
+    Packed,
+    Pieces,
+    PlanRow,
+    apportion,
+    fill,
+    make_pieces,
+    pack,
+    rows_within,
+)
+from longrope2.errors import DataError, LongRopeError
+from longrope2.files import atomic_path, check_writable, package_versions
+from longrope2.models import ModelInfo, describe, load_tokenizer
+from longrope2.options import build
 
 FORMAT = "longrope2-plan"
 FORMAT_VERSION = 1
-
-
-class Span(NamedTuple):
-    """Tokens `start` to `stop` of a document; BOS comes before them, EOS after them if the document ends."""
-
-    source: int
-    document: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanRow:
-    """One row of a plan."""
-
-    kind: RowKind
-    bucket: int
-    """Its number among the plan's buckets."""
-    padding: int
-    """Tokens at the end that belong to no document."""
-    spans: tuple[Span, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +51,7 @@ class Plan:
     first_span: NDArray[np.int64]
     """Row i holds the spans from first_span[i] to before first_span[i + 1]."""
     spans: NDArray[np.int32]
-    """One `Span` per line, as an array: a plan of 10 billion tokens has millions."""
+    """One `DocumentSpan` per line, as an array: a plan of 10 billion tokens has millions."""
     report: dict[str, Any]
     """The composition at the time of planning, with warnings."""
 
@@ -82,7 +76,7 @@ class Plan:
             kind=self.config.kind(bucket),
             bucket=bucket,
             padding=int(self.padding[index]),
-            spans=tuple(Span(*span) for span in spans),
+            spans=tuple(DocumentSpan(*span) for span in spans),
         )
 
     def header(self) -> dict[str, Any]:
@@ -91,7 +85,7 @@ class Plan:
             "format": FORMAT,
             "version": FORMAT_VERSION,
             "rows": len(self),
-            "config": asdict(self.config),
+            "config": self.config.to_json(),
             "sources": [asdict(source) for source in self.sources],
             "corpus_keys": list(self.corpus_keys),
             "tokenizer": self.tokenizer,
@@ -113,6 +107,140 @@ class Plan:
                     "spans": row.spans,
                 }
                 file.write(json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n")
+
+
+def plan_documents(
+    model: str, output: Path, *, config: Path | None = None, cache: Path | None = None, **options: Any
+) -> Plan:
+    """Plan and write the plan; an option that is None leaves that of the file `config`, or the default."""
+    settings = read_mix(config) if config else {}
+    given = {name: value for name, value in options.items() if value is not None and value != ()}
+    if given.keys() & {"tokens", "rows"}:
+        # Two ways to say one thing: the option replaces whichever the file chose.
+        settings = {name: value for name, value in settings.items() if name not in ("tokens", "rows")}
+    settings |= given
+    info = describe(model, original_length=settings.get("original_length"))
+    return write_plan(info, mix_of(settings, original_length=info.rope.original_length), output, cache)
+
+
+def write_plan(info: ModelInfo, mix: Mix, output: Path, cache: Path | None = None) -> Plan:
+    """Tokenise the sources of a mix, or find them in the cache, and write a plan of their documents."""
+    # Before any is tokenised, which takes long.
+    mix.check()
+    check_writable(output)
+    tokenizer = load_tokenizer(info)
+    marks = document_marks(tokenizer)
+    cache = cache or default_cache()
+    corpora = [tokenise(source, tokenizer, cache) for source in mix.sources]
+    plan = make_plan(mix, corpora, marks=marks, tokenizer=tokenizer_fingerprint(tokenizer))
+    plan.save(output)
+    for warning in plan.report["warnings"]:
+        warn(warning)
+    say(f"wrote {output}: {len(plan):,} rows; tokenised sources in {cache}")
+    return plan
+
+
+def make_plan(
+    mix: Mix,
+    corpora: Sequence[Corpus],
+    *,
+    marks: Marks,
+    tokenizer: str = "",
+) -> Plan:
+    """Choose and pack documents; the same configuration, sources and seed give the same plan."""
+    mix.check()
+    config, sources = mix.plan, mix.sources
+    pieces = [
+        make_pieces(source, corpus.lengths, marks, config) for source, corpus in zip(sources, corpora, strict=True)
+    ]
+    _check_any_piece(pieces, config)
+    draws, packed, wanted, warnings = _fill(config, sources, pieces, marks)
+    rows = [row for bucket in packed for row in bucket.rows]
+    if not rows:
+        have = sum(sum(draw.available.values()) for draw in draws)
+        raise DataError(
+            f"not one row of {config.target_length:,} tokens could be filled: the documents have {have:,}",
+            hint="add documents, or say --repeat to use them more than once",
+        )
+    # The last number keeps this stream apart from those that draw documents.
+    order = np.random.default_rng([config.seed, len(config.buckets), 0, 0]).permutation(len(rows))
+    report = composition(config, sources, corpora, pieces, draws, packed, wanted, marks)
+    report["warnings"] = warnings + report["warnings"]
+    return build_plan(
+        config=config,
+        sources=sources,
+        corpus_keys=tuple(corpus.key for corpus in corpora),
+        tokenizer=tokenizer,
+        marks=marks,
+        buckets=[rows[index].bucket for index in order],
+        padding=[rows[index].padding for index in order],
+        spans=[np.array(rows[index].spans, dtype=np.int32) for index in order],
+        report=report,
+    )
+
+
+def _fill(
+    config: PlanConfig, sources: Sequence[Source], pieces: Sequence[Pieces], marks: Marks
+) -> tuple[list[Draw], list[Packed], list[int], list[str]]:
+    """Pack every bucket: its draw, its rows, how many were wanted, and what to warn of."""
+    numbers = range(len(config.buckets))
+    quotas = [bucket.quota for bucket in config.buckets]
+    warnings = []
+    if config.rows is not None:
+        wanted = apportion(config.rows, quotas)
+    else:
+        # A first round without limits tells how many rows each bucket has; the real one repeats its beginning.
+        fills = [fill(Draw(number, sources, pieces, config), number, marks, config) for number in numbers]
+        have = [sum(1 for _ in rows) for rows in fills]
+        serving = [number for number in numbers if have[number]]
+        wanted = [0] * len(quotas)
+        if serving:
+            rows = rows_within([have[n] for n in serving], [quotas[n] for n in serving])
+            for number, share in zip(serving, apportion(rows, [quotas[n] for n in serving]), strict=True):
+                wanted[number] = share
+        warnings = _limits(config, have, wanted)
+    draws = [Draw(number, sources, pieces, config) for number in numbers]
+    packed = [pack(draws[number], number, wanted[number], marks, config) for number in numbers]
+    for number, bucket in enumerate(config.buckets):
+        rows, available = len(packed[number].rows), sum(draws[number].available.values())
+        if rows < wanted[number]:
+            warnings.append(
+                f"bucket {bucket.label}: {rows:,} of {wanted[number]:,} rows; its documents have {available:,} "
+                f"tokens, {wanted[number] * config.target_length:,} are needed "
+                "(add documents of that length, or say --repeat)"
+            )
+    return draws, packed, wanted, warnings
+
+
+def _limits(config: PlanConfig, have: Sequence[int], wanted: Sequence[int]) -> list[str]:
+    """Which bucket is empty, and which one keeps a plan of one epoch small."""
+    labels = [bucket.label for bucket in config.buckets]
+    warnings = [
+        f"bucket {label}: its documents do not fill one row, so the plan is without it"
+        for label, rows in zip(labels, have, strict=True)
+        if rows == 0
+    ]
+    spare = {label: h - w for label, h, w in zip(labels, have, wanted, strict=True) if h}
+    scarce = min(spare, key=lambda label: spare[label], default=None)
+    unused = sum(spare.values())
+    if scarce is not None and unused > sum(wanted) / 4:
+        warnings.append(
+            f"bucket {scarce} has the fewest documents for its quota: {sum(wanted):,} rows planned, "
+            f"{unused:,} more could be filled from the other buckets"
+        )
+    return warnings
+
+
+def _check_any_piece(pieces: Sequence[Pieces], config: PlanConfig) -> None:
+    if any((entry.bucket >= 0).any() for entry in pieces):
+        return
+    sizes = np.concatenate([entry.size for entry in pieces])
+    ranges = ", ".join(f"{bucket.above + 1:,} to {bucket.up_to:,}" for bucket in config.buckets)
+    raise DataError(
+        f"no document in any bucket: {len(sizes):,} documents of {sizes.min():,} to {sizes.max():,} tokens, "
+        f"the buckets take {ranges}",
+        hint="choose other buckets, or cut the texts of a source (cut = … in its table)",
+    )
 
 
 def read_plan(path: Path) -> Plan:
@@ -149,11 +277,13 @@ def _read_rows(path: Path, header: dict[str, Any], lines: Iterator[bytes]) -> Pl
         settings = dict(header["config"])
         buckets = tuple(Bucket(**bucket) for bucket in settings.pop("buckets"))
         config = PlanConfig(buckets=buckets, **settings)
-        sources = tuple(Source.from_dict(source) for source in header["sources"])
+        sources = tuple(build(Source, "source", source) for source in header["sources"])
+        if problems := [problem for source in sources for problem in source.problems()]:
+            raise ValueError("; ".join(problems))
         marks = _checked_marks(header["marks"])
         corpus_keys, tokenizer = tuple(map(str, header["corpus_keys"])), str(header["tokenizer"])
         num_rows, report = int(header["rows"]), dict(header["report"])
-    except (KeyError, TypeError, ValueError, DataError) as error:
+    except (KeyError, TypeError, ValueError, LongRopeError) as error:
         raise DataError(f"{path}: the header in line 1 is damaged ({error})", hint=hint) from error
     numbers = {bucket.label: number for number, bucket in enumerate(config.buckets)}
     of_row: list[int] = []

@@ -22,8 +22,9 @@ import numpy as np
 
 from longrope2.books import Book, read_books
 from longrope2.console import ProgressLine
-from longrope2.data.marks import document_marks, plain_encoder
-from longrope2.errors import DataError, all_problems, below_minimum
+from longrope2.data.config import RecallConfig, Source
+from longrope2.data.corpus import document_marks, plain_encoder
+from longrope2.errors import DataError
 from longrope2.files import atomic_path
 from longrope2.needles import key_value
 
@@ -54,33 +55,8 @@ SENTENCE_END = re.compile(r"[.!?][\"'”’)]*$")
 Count = Callable[[str], int]
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecallConfig:
-    """What decides the documents, besides tokenizer and books."""
-
-    lengths: tuple[int, ...]
-    """Tokens of a document, BOS and EOS included."""
-    documents: int = 100
-    """Of each length."""
-    needles: int = 8
-    """Sentences hidden and asked for in a document, where there is room."""
-    books: str | None = None
-    """Where books come from; None: those of the package that are not held out."""
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        problems = below_minimum(self, documents=1, needles=1, seed=0)
-        if not self.lengths:
-            problems.append("no length is named")
-        problems += [f"lengths must be at least 64, got {length}" for length in self.lengths if length < 64]
-        twice = sorted({length for length in self.lengths if self.lengths.count(length) > 1})
-        problems += [f"length {length} is named twice (for more of it, raise documents)" for length in twice]
-        if problems:
-            raise DataError(all_problems("recall documents", problems), hint="see `longrope2 data recall --help`")
-
-
-def write_recall(tokenizer: "PreTrainedTokenizerBase", config: RecallConfig, path: Path) -> None:
-    """Write the documents as JSON lines, a source for `longrope2 data plan`; the same every time."""
+def write_recall(tokenizer: "PreTrainedTokenizerBase", config: RecallConfig, path: Path) -> Source:
+    """Write the documents as JSON lines; returns them as a source of a mix. The same every time."""
     books = list(read_books(config.books, held_out=False if config.books is None else None))
     total = config.documents * len(config.lengths)
     progress = ProgressLine(total, "recall documents")
@@ -88,6 +64,7 @@ def write_recall(tokenizer: "PreTrainedTokenizerBase", config: RecallConfig, pat
         for number, (title, text) in enumerate(recall_documents(tokenizer, books, config), start=1):
             file.write(json.dumps({"title": title, "text": text}, ensure_ascii=False) + "\n")
             progress.update(number)
+    return Source(path=str(path))
 
 
 def recall_documents(

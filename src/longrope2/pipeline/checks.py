@@ -1,19 +1,15 @@
 """Everything that a recipe says, checked before the first step starts: by building what the stages will build."""
 
 import shutil
-import tempfile
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from longrope2.books import read_books
-from longrope2.data.buckets import PlanConfig
-from longrope2.data.plan_command import read_config
-from longrope2.data.planning import check_sources
-from longrope2.data.recall import RecallConfig
-from longrope2.data.sources import Source, read_documents
+from longrope2.data.config import Mix, RecallConfig, Source
+from longrope2.data.sources import read_documents
 from longrope2.errors import LongRopeError, all_problems, require
 from longrope2.evaluation.config import EvaluationConfig
 from longrope2.evaluation.evaluate import check_suites
@@ -21,11 +17,10 @@ from longrope2.export.config import profiled, with_forced_temperature
 from longrope2.export.engines import ENGINES
 from longrope2.export.gguf import ARCHITECTURES, check_architecture
 from longrope2.export.weights import SourceModel
-from longrope2.files import write_text
 from longrope2.methods import rescale
 from longrope2.models import load_tokenizer, rescale_model
 from longrope2.pipeline.recipe import RECALL, ExportOptions, VerifyOptions
-from longrope2.pipeline.steps import Setting, mix_text, planned_rows, recipe_search
+from longrope2.pipeline.steps import Setting, recipe_plan, recipe_search, recipe_sources
 from longrope2.training.config import train_config
 from longrope2.training.shape import shape_of, skeleton
 
@@ -78,25 +73,18 @@ def _data(setting: Setting) -> Iterator[str]:
     if recipe.recall is not None:
         yield from _complaints(RecallConfig, **recipe.recall)
         yield from _complaints(read_books, recipe.recall.get("books"))
-    if {"rows", "tokens"} <= recipe.plan.keys():
-        yield "both tokens and rows are given"
-    with tempfile.TemporaryDirectory() as folder:
-        mix = Path(folder) / "mix.toml"
-        write_text(mix, mix_text(recipe, recall=Path(RECALL)))
-        plan, sources, buckets = read_config(mix)
-    plan.pop("tokens", None)
-    lengths = {"target_length": recipe.target_length, "original_length": setting.info.rope.original_length}
+    sources = recipe_sources(recipe, Path(RECALL))
     try:
-        config = PlanConfig(**{**plan, **lengths, "rows": planned_rows(recipe), "buckets": buckets})
+        plan = recipe_plan(setting)
     except LongRopeError as error:
         yield error.message.replace("\n  - ", "; ")
     else:
         if sources:
-            yield from _complaints(check_sources, sources, config)
+            yield from _complaints(Mix(sources=sources, plan=plan).check)
     yield from _missing_sources(sources)
 
 
-def _missing_sources(sources: list[Source]) -> Iterator[str]:
+def _missing_sources(sources: Sequence[Source]) -> Iterator[str]:
     for source in sources:
         if source.path == RECALL:
             continue  # made when its time comes

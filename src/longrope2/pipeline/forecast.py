@@ -19,7 +19,7 @@ from longrope2.evaluation.config import EvaluationConfig, lengths_for
 from longrope2.evaluation.suites import SUITES
 from longrope2.methods import METHODS
 from longrope2.pipeline.recipe import ExportOptions
-from longrope2.pipeline.steps import DATA_PATHS, Setting, Step, planned_rows, recipe_search
+from longrope2.pipeline.steps import DATA_PATHS, Setting, Step, recipe_plan, recipe_search
 from longrope2.search.evolution import FINALISTS
 from longrope2.training.config import train_config
 from longrope2.training.estimate import FLASH_BACKWARD, Work, assumed_work, estimate, planned_work
@@ -157,7 +157,7 @@ def _search(setting: Setting, _: Step, shape: Shape, machine: Machine) -> Needs:
 
 
 def _data(setting: Setting, _: Step, shape: Shape, machine: Machine) -> Needs:
-    rows = planned_rows(setting.recipe)
+    rows = recipe_plan(setting).rows
     tokens = None if rows is None else rows * setting.recipe.target_length
     return Needs(
         seconds=None if tokens is None else OVERHEAD_SECONDS["data"] + tokens / 1e6,
@@ -173,7 +173,7 @@ def _work(setting: Setting, *, is_planned: bool) -> Work | None:
         plan = read_plan(path) if is_planned and path.exists() else None
     except LongRopeError:
         plan = None  # damaged, and made again
-    rows = len(plan) if plan else planned_rows(recipe)
+    rows = len(plan) if plan else recipe_plan(setting).rows
     if rows is None and "steps" not in recipe.train:
         return None
     config = train_config(**recipe.train).resolved(rows)

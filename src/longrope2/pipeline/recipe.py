@@ -6,21 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, Union, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 from longrope2 import ledger
 from longrope2.console import say
-from longrope2.data.buckets import Bucket
-from longrope2.data.plan_command import PLAN_KEYS
-from longrope2.data.recall import RecallConfig
-from longrope2.data.sources import Source, beside
+from longrope2.data.config import Bucket, PlanConfig, RecallConfig, Source, beside
 from longrope2.errors import LongRopeError, all_problems
 from longrope2.evaluation.config import EvaluationConfig
 from longrope2.export.config import Profile
 from longrope2.export.engines import Format
 from longrope2.methods import METHODS
 from longrope2.models import TINY
-from longrope2.options import conforms, in_toml, in_words, plain, stated, unknown
+from longrope2.options import conforms, in_toml, in_words, plain, stated, unknown, wrong_entries
 from longrope2.search.config import SearchConfig
 from longrope2.training.config import TrainConfig
 
@@ -103,14 +100,10 @@ def table_keys() -> dict[str, dict[str, Any]]:
     """The keys of each table with their types: the options of the command of that stage."""
     return {
         "search": _stated_hints(SearchConfig),
-        "plan": {
-            name: Union[kind] if isinstance(kind, tuple) else kind  # noqa: UP007 - a tuple of types
-            for name, kind in PLAN_KEYS.items()
-            if name not in ("target_length", "original_length")
-        },
-        "source": _hints(Source, cut=int | tuple[int, ...]),
-        "bucket": _hints(Bucket),
-        "recall": _hints(RecallConfig),
+        "plan": _stated_hints(PlanConfig),
+        "source": _stated_hints(Source),
+        "bucket": _stated_hints(Bucket),
+        "recall": _stated_hints(RecallConfig),
         "train": _stated_hints(TrainConfig),
         "evaluate": _stated_hints(EvaluationConfig),
         "export": _hints(ExportOptions),
@@ -251,15 +244,11 @@ def _is_list(key: str) -> bool:
 
 
 def _wrong_entries(subject: str, table: Table, hints: Mapping[str, Any]) -> list[str]:
-    problems = []
-    for name, value in table.items():
-        if name not in hints:
-            problems.append(f"{subject}: {unknown(name, hints)}")
-        elif not conforms(value, hints[name]):
-            problems.append(f"{subject}: {name} must be {in_words(hints[name])}, got {in_toml(value)}")
-        elif value == ():  # which commands take for their default, and so for more than nothing
-            problems.append(f"{subject}: {name} is empty (name what it should have, or leave it out)")
-    return problems
+    # Commands take an empty list for their default, and so for more than nothing.
+    empty = [name for name, value in table.items() if name in hints and value == ()]
+    return wrong_entries(subject, table, hints) + [
+        f"{subject}: {name} is empty (name what it should have, or leave it out)" for name in empty
+    ]
 
 
 def _table_in_words(key: str, hint: Any) -> str:

@@ -9,11 +9,10 @@ from typing import Any
 
 from longrope2 import ledger
 from longrope2.console import warn
+from longrope2.data.config import PACKAGE_BOOKS, Mix, PlanConfig, RecallConfig, Source, chained_buckets
 from longrope2.data.corpus import open_corpus
-from longrope2.data.plan import read_plan
-from longrope2.data.plan_command import parse_tokens, run_plan
-from longrope2.data.recall import RecallConfig, write_recall
-from longrope2.data.sources import PACKAGE_BOOKS
+from longrope2.data.plan import read_plan, write_plan
+from longrope2.data.recall import write_recall
 from longrope2.distributed import world
 from longrope2.errors import LongRopeError
 from longrope2.evaluation.config import EvaluationConfig, lengths_for
@@ -157,37 +156,43 @@ def _data_step(setting: Setting) -> Step:
     return Step(name="data", needs=(), options=options, outputs=(ledger.PLAN,), work=work)
 
 
-def planned_rows(recipe: Recipe) -> int | None:
-    """Rows of the plan, where the recipe says so."""
-    plan = recipe.plan
-    if "rows" in plan:
-        return int(plan["rows"])
-    return parse_tokens(plan["tokens"]) // recipe.target_length if "tokens" in plan else None
+def recipe_plan(setting: Setting) -> PlanConfig:
+    """The configuration of the tables [plan] and [[bucket]]."""
+    recipe = setting.recipe
+    return PlanConfig(
+        target_length=recipe.target_length,
+        original_length=setting.info.rope.original_length,
+        buckets=chained_buckets(recipe.bucket),
+        **recipe.plan,
+    )
 
 
-def mix_text(recipe: Recipe, recall: Path) -> str:
-    """What `longrope2 data plan --config` takes; the documents of [recall] lie in `recall`."""
-    sources = [
+def recipe_sources(recipe: Recipe, recall: Path) -> tuple[Source, ...]:
+    """Those of the tables [[source]]; the documents of [recall] lie in `recall`."""
+    return tuple(Source(**table) for table in _source_tables(recipe, recall))
+
+
+def _source_tables(recipe: Recipe, recall: Path) -> list[dict[str, Any]]:
+    return [
         {"name": RECALL, **source, "path": str(recall)} if source["path"] == RECALL else source
         for source in recipe.source
     ]
+
+
+def _mix_text(recipe: Recipe, recall: Path) -> str:
+    """What `longrope2 data plan --config` takes; the documents of [recall] lie in `recall`."""
+    sources = _source_tables(recipe, recall)
     return _toml({"plan": recipe.plan, "source": sources, "bucket": list(recipe.bucket)})
 
 
 def _make_data(setting: Setting) -> None:
     recipe, folder = setting.recipe, setting.folder / "data"
-    mix, recall = folder / "mix.toml", folder.absolute() / "recall.jsonl"
+    recall = folder.absolute() / "recall.jsonl"
     if recipe.recall is not None:
         write_recall(load_tokenizer(setting.info), RecallConfig(**recipe.recall), recall)
-    write_text(mix, mix_text(recipe, recall))
-    run_plan(
-        setting.info.name,
-        setting.folder / ledger.PLAN,
-        config=mix,
-        cache=setting.cache,
-        target_length=recipe.target_length,
-        original_length=recipe.original_length,
-    )
+    write_text(folder / "mix.toml", _mix_text(recipe, recall))  # for people: no step reads it
+    mix = Mix(sources=recipe_sources(recipe, recall), plan=recipe_plan(setting))
+    write_plan(setting.info, mix, setting.folder / ledger.PLAN, setting.cache)
 
 
 def _train_step(setting: Setting) -> Step:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from longrope2.console import duration, show_json, show_table
-from longrope2.data.buckets import PlanConfig
+from longrope2.data.config import PlanConfig
 from longrope2.data.plan import Plan, read_plan
 from longrope2.errors import LongRopeError
 from longrope2.models import describe

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from longrope2.console import say, warn
-from longrope2.data.corpus import Corpus, open_corpus
+from longrope2.data.corpus import Corpus, open_corpus, tokenizer_fingerprint
 from longrope2.data.loader import RowLoader
-from longrope2.data.marks import tokenizer_fingerprint
 from longrope2.data.plan import Plan
 from longrope2.distributed import World
 from longrope2.errors import DataError, LongRopeError, require

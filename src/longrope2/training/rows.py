@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from longrope2.data.buckets import RowKind
+from longrope2.data.config import RowKind
 from longrope2.data.corpus import Corpus
 from longrope2.data.loader import Row, RowLoader, order_of_rows
 from longrope2.data.plan import Plan
