@@ -19,11 +19,11 @@ from longrope2.data.plan import Plan, plan_documents
 from longrope2.factors import RescaleFactors
 from longrope2.generation.saved import FACTORS_FILE
 from longrope2.models import describe, rescale_model
-from longrope2.training.loop import TrainConfig, make_optimizer
+from longrope2.training.config import TrainConfig
+from longrope2.training.log import LOG, read_log
+from longrope2.training.loop import PlanRows, make_optimizer
 from longrope2.training.mixed import Batch
-from longrope2.training.progress import LOG, read_log
-from longrope2.training.rows import PlanRows
-from longrope2.training.run import PRODUCT, run_train
+from longrope2.training.train import MODEL, train
 
 LENGTH, ROWS, STEPS, PEER_STEPS, LEARNING_RATE = 4096, 2, 60, 6, 1e-4
 LIMIT_SECONDS = 300
@@ -41,7 +41,7 @@ cut = [200, 200, 200, 1600, 200, 5000]
 def plain_loop(folder: Path, rows: PlanRows) -> float:
     """Tokens per second of a plain loop over the same rows."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").train()
-    optimizer = make_optimizer(model, TrainConfig(steps=PEER_STEPS, learning_rate=LEARNING_RATE))
+    optimizer = make_optimizer(model, TrainConfig(steps=PEER_STEPS, learning_rate=LEARNING_RATE).resolved())
     for step in range(1 + PEER_STEPS):
         if step == 1:  # the first one warms up
             started = time.perf_counter()
@@ -78,7 +78,7 @@ def main() -> None:
         plan = make_plan(folder)
         rescale_model(describe("tiny"), "yarn", LENGTH).save(folder / FACTORS_FILE)
         started = time.perf_counter()
-        run_train(
+        train(
             "tiny",
             factors=folder / FACTORS_FILE,
             plan=folder / "plan.jsonl",
@@ -89,11 +89,11 @@ def main() -> None:
         )
         seconds = time.perf_counter() - started
         log = read_log(folder / "run" / LOG)
-        trained = RescaleFactors.load(folder / "run" / PRODUCT / FACTORS_FILE)
+        trained = RescaleFactors.load(folder / "run" / MODEL / FACTORS_FILE)
         assert len(log) == STEPS
         assert trained.target_length == LENGTH
         corpora = [open_corpus(key, folder / "cache") for key in plan.corpus_keys]
-        peer = plain_loop(folder / "run" / PRODUCT, PlanRows(plan, corpora, seed=0))
+        peer = plain_loop(folder / "run" / MODEL, PlanRows(plan, corpora, seed=0))
     report(
         options,
         name="train-tiny-cpu",

@@ -21,7 +21,7 @@ from longrope2.errors import MissingExtraError, ModelError
 from longrope2.gguf_model import GGUFModel
 from longrope2.methods import rescale
 from longrope2.models import ASSETS, check_factors, describe, load, load_tokenizer, rescale_model, weights_fingerprint
-from longrope2.training.shape import skeleton
+from longrope2.training.estimate import skeleton
 
 gguf = pytest.importorskip("gguf")
 

@@ -26,7 +26,7 @@ from longrope2.data.recall import write_recall
 from longrope2.evaluation.results import RESULTS
 from longrope2.files import write_json
 from longrope2.models import describe, load, load_tokenizer
-from longrope2.training.progress import LOG, read_log
+from longrope2.training.log import LOG, read_log
 
 HERE = Path(__file__).parent
 KEPT = HERE.parents[1] / "results"

@@ -18,7 +18,7 @@ from longrope2.models import ModelInfo, describe, rescale_model
 from longrope2.models import load as load_model
 from longrope2.search.config import check, search_config
 from longrope2.search.run import check_output, search
-from longrope2.training.run import PRODUCT, run_train
+from longrope2.training import train as training
 
 
 def rescale(
@@ -73,9 +73,8 @@ def train(
     on after an interruption.
     """
     output = Path(output)
-    with contextlib.redirect_stdout(sys.stderr):
-        run_train(str(model), factors=factors, plan=Path(plan), output=output, cache=_path(cache), **options)
-    return output / PRODUCT
+    training.train(str(model), factors=factors, plan=Path(plan), output=output, cache=_path(cache), **options)
+    return output / training.MODEL
 
 
 def evaluate(

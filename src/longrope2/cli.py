@@ -481,20 +481,23 @@ def train(
     model with the extended window. Run it again after an interruption, with the same options, and it goes on where it
     was. On several GPUs: torchrun --nproc-per-node 8 -m longrope2 train …
     """
+    from longrope2.console import show_json
+
     wanted = EstimateConfig(**{entry.name: options.pop(entry.name) for entry in stated(EstimateConfig)})
     if estimate:
-        from longrope2.training.estimate import run_estimate
+        from longrope2.training.estimate import estimate_run, show_estimate
 
-        config = train_config(**options)
-        run_estimate(model, config, wanted, plan=plan, original_length=original_length, as_json=as_json)
+        result = estimate_run(model, train_config(**options), wanted, plan=plan, original_length=original_length)
+        show_json(result) if as_json else show_estimate(result)
         return
     if factors is None or plan is None or output is None:
         given = {"--factors": factors, "--plan": plan, "--output": output}
         raise click.UsageError(f"missing: {', '.join(name for name, path in given.items() if path is None)}")
     with _resumable():
-        from longrope2.training.run import run_train
+        from longrope2.training.log import show_record
+        from longrope2.training.train import MODEL, train
 
-        run_train(
+        record = train(
             model,
             factors=factors,
             plan=plan,
@@ -502,9 +505,10 @@ def train(
             original_length=original_length,
             cache=cache,
             wandb=wandb,
-            as_json=as_json,
             **options,
         )
+    if is_main_process():
+        show_json(record.to_json()) if as_json else show_record(record, output / MODEL)
 
 
 class Evaluate(click.Command):
@@ -751,7 +755,7 @@ def _mending(error: OSError) -> str | None:
 @contextmanager
 def _resumable() -> Iterator[None]:
     """Say, where a job is interrupted, that nothing is lost; also around the imports, where Ctrl-C may get lost."""
-    from longrope2.training.interrupts import interrupts
+    from longrope2.interrupts import interrupts
 
     try:
         with interrupts():

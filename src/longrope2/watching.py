@@ -13,7 +13,7 @@ from longrope2.errors import LongRopeError
 from longrope2.journal import TIME
 from longrope2.records import RunRecord
 from longrope2.shapes import misfit
-from longrope2.training.progress import read_log, steps_in
+from longrope2.training.log import read_log, steps_in
 
 RECENT = 20
 """Steps whose mean time tells when training will end."""

@@ -12,7 +12,7 @@ from training_samples import log_without_times, make_sample, weights
 
 from longrope2.cli import main
 from longrope2.errors import LongRopeError
-from longrope2.training.loop import train
+from longrope2.training.loop import train_loop
 
 STEPS = 20
 
@@ -109,14 +109,14 @@ def test_a_second_run_is_kept_out_of_a_folder(sample, tmp_path, monkeypatch):
     output, trained = tmp_path / "run", []
 
     def train_while_another_tries(*arguments, **options):
-        monkeypatch.setattr("longrope2.training.run.train", train)
+        monkeypatch.setattr("longrope2.training.train.train_loop", train_loop)
         with pytest.raises(LongRopeError, match="another process is training there") as refused:
             sample.run(output)
         assert str(refused.value).startswith(f"{output}: ")
         assert refused.value.hint == "wait for it, or use another folder"
-        trained.append(train(*arguments, **options))
+        trained.append(train_loop(*arguments, **options))
 
-    monkeypatch.setattr("longrope2.training.run.train", train_while_another_tries)
+    monkeypatch.setattr("longrope2.training.train.train_loop", train_while_another_tries)
     assert weights(sample.run(output))
     assert [result.step for result in trained[0]] == [1, 2, 3, 4]
-    sample.run(output, as_json=True)  # the first is gone: let in, and nothing left to do
+    sample.run(output)  # the first is gone: let in, and nothing left to do

@@ -17,11 +17,19 @@ from longrope2.data.plan import read_plan
 from longrope2.errors import LongRopeError
 from longrope2.models import describe
 from longrope2.training.config import EstimateConfig, TrainConfig
-from longrope2.training.estimate import GIB, Work, assumed_work, estimate, planned_work, run_estimate
-from longrope2.training.gpus import known_gpu
-from longrope2.training.loop import _attended
-from longrope2.training.rows import PlanRows
-from longrope2.training.shape import shape_of, skeleton
+from longrope2.training.estimate import (
+    GIB,
+    Work,
+    assumed_work,
+    estimate,
+    estimate_run,
+    known_gpu,
+    planned_work,
+    shape_of,
+    show_estimate,
+    skeleton,
+)  # fmt: skip
+from longrope2.training.loop import PlanRows, _attended
 from longrope2.training.trainable import add_lora
 
 LENGTH = 131_072
@@ -182,7 +190,7 @@ def test_the_command_prints_tables_or_json(sample, tmp_path):
 
 def test_a_run_that_does_not_fit_says_so(tmp_path, capsys):
     LLAMA3.save_pretrained(tmp_path)
-    run_estimate(str(tmp_path), TrainConfig(steps=100), EstimateConfig(gpu="h100", target_length=LENGTH))
+    show_estimate(estimate_run(str(tmp_path), TrainConfig(steps=100), EstimateConfig(gpu="h100", target_length=LENGTH)))
     output = capsys.readouterr().out
     assert "does NOT fit: try more GPUs, --sequence-parallel, --lora" in output
     assert "100 steps" in output
@@ -193,7 +201,8 @@ def test_weights_that_no_gpu_can_load_do_not_fit(tmp_path, capsys):
         hidden_size=8192, intermediate_size=28_672, num_hidden_layers=80, num_attention_heads=64,
         num_key_value_heads=8, vocab_size=128_256, max_position_embeddings=8192,
     ).save_pretrained(tmp_path)  # fmt: skip
-    run_estimate(str(tmp_path), TrainConfig(sequence_parallel=8), EstimateConfig(gpus=256, target_length=LENGTH))
+    wanted = EstimateConfig(gpus=256, target_length=LENGTH)
+    show_estimate(estimate_run(str(tmp_path), TrainConfig(sequence_parallel=8), wanted))
     output = capsys.readouterr().out
     assert "70.55B parameters" in output
     assert "does NOT fit: each GPU first loads all weights in float32" in output

@@ -7,7 +7,7 @@ from test_training_loop import ALONE, row
 from conftest import family_model
 from longrope2.kernels import Heads, agrees, choose_kernel, varlen_agrees
 from longrope2.training.config import TrainConfig
-from longrope2.training.loop import train
+from longrope2.training.loop import train_loop
 from longrope2.training.mixed import mixed_window
 from test_rotary import make_factors
 
@@ -42,7 +42,7 @@ def config(**options):
 
 def trained(folder, *, device, steps=4, recompute=False):
     model = family_model("llama").to(device)
-    results = train(model, make_factors(model), row, config(steps=steps, recompute=recompute), folder, ALONE)
+    results = train_loop(model, make_factors(model), row, config(steps=steps, recompute=recompute), folder, ALONE)
     return model, [result.loss for result in results]
 
 
@@ -66,6 +66,6 @@ def test_resuming_goes_on_from_the_same_state(tmp_path):
 
     model = family_model("llama").cuda()
     with pytest.raises(BrokenOff):
-        train(model, make_factors(model), row, config(steps=4), tmp_path / "parts", ALONE, report=stop)
+        train_loop(model, make_factors(model), row, config(steps=4), tmp_path / "parts", ALONE, report=stop)
     _, rest = trained(tmp_path / "parts", device="cuda")
     assert rest == pytest.approx(whole[-len(rest) :], rel=1e-3)

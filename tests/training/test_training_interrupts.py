@@ -8,9 +8,9 @@ import time
 import pytest
 from training_samples import log_without_times, make_sample
 
-from longrope2.training.interrupts import interrupts
+from longrope2.interrupts import interrupts
 from longrope2.training.loop import train_step
-from longrope2.training.run import load
+from longrope2.training.train import load
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_one_that_an_import_swallows_is_not_lost(sample, tmp_path, monkeypatch):
             interrupt()
         return load(*arguments, **options)
 
-    monkeypatch.setattr("longrope2.training.run.load", swallowing)
+    monkeypatch.setattr("longrope2.training.train.load", swallowing)
     with pytest.raises(KeyboardInterrupt):
         sample.run(tmp_path / "run", save_every=100)
     assert checkpoints(tmp_path / "run") == ["step-00000001"]
@@ -84,7 +84,7 @@ def test_one_that_an_import_turns_into_another_error(sample, tmp_path, monkeypat
         except KeyboardInterrupt as error:
             raise ImportError("initialization failed") from error
 
-    monkeypatch.setattr("longrope2.training.run.load", turning)
+    monkeypatch.setattr("longrope2.training.train.load", turning)
     with pytest.raises(KeyboardInterrupt):
         sample.run(tmp_path / "run")
 

@@ -15,7 +15,7 @@ from longrope2.data.loader import IGNORED_LABEL
 from longrope2.distributed import World
 from longrope2.errors import LongRopeError
 from longrope2.training.config import TrainConfig
-from longrope2.training.loop import make_optimizer, train
+from longrope2.training.loop import make_optimizer, train_loop
 from longrope2.training.mixed import Batch
 from test_rotary import make_factors
 
@@ -51,7 +51,7 @@ def run(folder, *, steps=6, stop_after=None, rows=row, here=ALONE, **options):
 
     results = []
     try:
-        results = train(model, make_factors(model), rows, config, folder, here, report=report)
+        results = train_loop(model, make_factors(model), rows, config, folder, here, report=report)
     except BrokenOff:
         end = time.monotonic() + 20
         while list(folder.glob("checkpoints/.step-*.partial")) and time.monotonic() < end:
@@ -95,7 +95,7 @@ def test_an_update_is_that_of_a_plain_loop(tmp_path):
             group["lr"] = 1e-2 * (1 + math.cos(math.pi * step / 3)) / 2
         optimizer.step()
         optimizer.zero_grad()
-    results = train(model, factors, row, config, tmp_path, ALONE)
+    results = train_loop(model, factors, row, config, tmp_path, ALONE)
     assert [r.loss for r in results] == pytest.approx(losses, rel=1e-4)
     assert [r.gradient_norm for r in results] == pytest.approx(norms, rel=1e-3)
     assert set(results[0].loss_by_kind) == {"short", "long"}
@@ -217,7 +217,7 @@ def test_a_loss_that_breaks_stops_the_run_and_keeps_the_checkpoint(tmp_path):
     poisoned = family_model("llama")
     config = TrainConfig(steps=6, batch_rows=2, learning_rate=1e-2, save_every=2).resolved()
     with pytest.raises(LongRopeError, match="no longer finite at step 4"):
-        train(poisoned, make_factors(poisoned), rows, config, tmp_path, ALONE)
+        train_loop(poisoned, make_factors(poisoned), rows, config, tmp_path, ALONE)
     assert checkpoints(tmp_path) == ["step-00000002"]
 
 
@@ -227,7 +227,7 @@ def test_a_gradient_that_breaks_names_the_step(tmp_path):
     model.lm_head.weight.register_hook(lambda gradient: gradient * float("inf"))
     config = TrainConfig(steps=2, batch_rows=2).resolved()
     with pytest.raises(LongRopeError, match="the gradient is no longer finite at step 1: rows 0 to 1 of the run"):
-        train(model, make_factors(model), row, config, tmp_path, ALONE)
+        train_loop(model, make_factors(model), row, config, tmp_path, ALONE)
 
 
 def test_many_broken_rows_are_counted(tmp_path):
@@ -239,7 +239,7 @@ def test_many_broken_rows_are_counted(tmp_path):
     poisoned = family_model("llama")
     config = TrainConfig(steps=2, batch_rows=5).resolved()
     with pytest.raises(LongRopeError, match="row 0 of the run; row 1 of the run; row 2 of the run; and 2 more of 5"):
-        train(poisoned, make_factors(poisoned), rows, config, tmp_path, ALONE)
+        train_loop(poisoned, make_factors(poisoned), rows, config, tmp_path, ALONE)
 
 
 def test_dropout_and_recomputing_resume_bitwise(tmp_path):
@@ -254,7 +254,7 @@ def test_dropout_and_recomputing_resume_bitwise(tmp_path):
                 raise KeyboardInterrupt
 
         try:
-            train(model, make_factors(model), row, config, folder, ALONE, report=report)
+            train_loop(model, make_factors(model), row, config, folder, ALONE, report=report)
         except KeyboardInterrupt:
             time.sleep(0.2)
         return model
@@ -278,7 +278,7 @@ def test_what_a_caller_hears_and_in_which_order(tmp_path):
             if step == stop:
                 raise KeyboardInterrupt
 
-        train(
+        train_loop(
             model, make_factors(model), row, config, tmp_path, ALONE, kind_of=lambda _: "short", evaluate=evaluate,
             started=lambda step: heard.append(("started", step)),
             report=lambda result: heard.append(("step", result.step, *result.loss_by_kind)),
@@ -298,7 +298,7 @@ def test_what_a_caller_hears_and_in_which_order(tmp_path):
 def test_attended_pairs_are_counted(tmp_path):
     model = family_model("llama")
     config = TrainConfig(steps=1, batch_rows=2).resolved()
-    (result,) = train(model, make_factors(model), row, config, tmp_path, ALONE)
+    (result,) = train_loop(model, make_factors(model), row, config, tmp_path, ALONE)
     assert result.attended == sum(n * (n + 1) // 2 for n in (20, 28, ROW))
 
 

@@ -8,8 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from conftest import FAMILY_OPTIONS, family_model
 from longrope2 import perplexity
 from longrope2.data.loader import IGNORED_LABEL
-from longrope2.training.loss import loss_in_pieces
-from longrope2.training.mixed import ATTENTION_OPERATIONS, Batch, mixed_window
+from longrope2.training.mixed import ATTENTION_OPERATIONS, Batch, loss_in_pieces, mixed_window
 from test_rotary import make_factors, through_transformers
 
 FAMILIES = sorted(FAMILY_OPTIONS)
@@ -52,7 +51,7 @@ def assert_close(ours, theirs, tolerance=2e-4):
 
 @pytest.fixture
 def pieces_of_logits(monkeypatch):
-    monkeypatch.setattr("longrope2.training.loss.LOGIT_ROWS", 20)
+    monkeypatch.setattr("longrope2.training.mixed.LOGIT_ROWS", 20)
     assert perplexity.LOGIT_ROWS > 20
 
 

@@ -12,7 +12,7 @@ from conftest import family_model, run_together
 from longrope2.distributed import World
 from longrope2.errors import LongRopeError
 from longrope2.training.config import TrainConfig
-from longrope2.training.loop import train
+from longrope2.training.loop import train_loop
 from longrope2.training.mixed import Batch
 from longrope2.training.parallel import Ulysses, own_part
 from test_rotary import make_factors
@@ -39,7 +39,7 @@ for group in (1, 2):
 def run_here(folder, family="llama", here=ALONE):
     """Train in this process; what each step gave."""
     model = family_model(family)
-    results = train(model, make_factors(model), row, CONFIG, folder, here)
+    results = train_loop(model, make_factors(model), row, CONFIG, folder, here)
     return [(r.step, r.loss, r.gradient_norm, r.loss_by_kind, r.tokens) for r in results]
 
 

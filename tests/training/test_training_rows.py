@@ -10,7 +10,7 @@ from training_samples import make_sample
 from longrope2.data.corpus import open_corpus
 from longrope2.data.loader import IGNORED_LABEL, RowLoader, order_of_rows
 from longrope2.data.plan import read_plan
-from longrope2.training.rows import PlanRows
+from longrope2.training.loop import PlanRows
 
 
 @pytest.fixture(scope="module")

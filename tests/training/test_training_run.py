@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import longrope2
 from conftest import family_model
+from longrope2.cli import cli
 from longrope2.data.config import PlanConfig
 from longrope2.data.loader import RowLoader, order_of_rows
 from longrope2.data.plan import build_plan, plan_documents, read_plan
@@ -22,11 +23,10 @@ from longrope2.files import umask
 from longrope2.models import describe, rescale_model
 from longrope2.rotary import rescaled
 from longrope2.training.config import TrainConfig
+from longrope2.training.estimate import known_gpu, shape_of, skeleton
+from longrope2.training.log import LogFile, StepReporter, TrainingRecord, read_log, show_record
 from longrope2.training.loop import StepResult
-from longrope2.training.progress import Log, Reporter, read_log
-from longrope2.training.record import show_record
-from longrope2.training.run import run_train
-from longrope2.training.shape import shape_of, skeleton
+from longrope2.training.train import train
 from test_models import write_gguf
 
 
@@ -41,13 +41,13 @@ def finished(sample, tmp_path_factory):
     output = tmp_path_factory.mktemp("runs") / "finished"
     with pytest.MonkeyPatch.context() as patch:
         live = []
-        original = longrope2.training.run.train
+        original = longrope2.training.train.train_loop
 
         def keeping(model, *arguments, **options):
             live.append(model)
             return original(model, *arguments, **options)
 
-        patch.setattr("longrope2.training.run.train", keeping)
+        patch.setattr("longrope2.training.train.train_loop", keeping)
         sample.run(output)
     return output, live[0]
 
@@ -117,9 +117,9 @@ def test_the_record_says_what_was_done(sample, finished):
 
 def test_a_kind_of_row_that_one_step_lacks_is_shown_all_the_same(tmp_path, capsys):
     losses = {"first": {"loss": 3.5, "loss_long": 3.5}, "last": {"loss": 2.5, "loss_short": 2.5}}
-    record = {"steps": 2, "tokens": 8, "seconds": 1.0, "losses": losses, "needles": {}}
-    (tmp_path / "training.json").write_text(json.dumps(record))
-    show_record(tmp_path, as_json=False)
+    facts = {name: {} for name in ("model", "factors", "plan", "config", "versions", "needles")}
+    record = TrainingRecord(**facts, processes=1, device="cpu", steps=2, tokens=8, seconds=1.0, losses=losses)
+    show_record(record, tmp_path)
     words = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["loss", "3.5000", "2.5000"] in words
     assert ["loss_long", "3.5000", "-"] in words
@@ -128,11 +128,21 @@ def test_a_kind_of_row_that_one_step_lacks_is_shown_all_the_same(tmp_path, capsy
 
 def test_a_finished_run_is_left_alone(sample, finished, capsys, monkeypatch):
     output, _ = finished
-    monkeypatch.setattr("longrope2.training.run.load", None)  # no weights are read
-    sample.run(output, as_json=True)
+    monkeypatch.setattr("longrope2.training.train.load", None)  # no weights are read
+    record = train(str(sample.model), **sample.arguments(output))
+    assert record.to_json() == json.loads((output / "model" / "training.json").read_text())
+    paths = {name: str(path) for name, path in sample.arguments(output).items() if name in ("factors", "plan")}
+    options = {name: value for name, value in sample.arguments(output).items() if name not in paths}
+    assert longrope2.train(sample.model, **paths, **options) == output / "model"
     shown = capsys.readouterr()
-    assert "already finished" in shown.err
-    assert json.loads(shown.out)["steps"] == 4
+    assert shown.err.count("already finished") == 2
+    assert shown.out == ""
+    command = sample.command(output)
+    words = command[command.index("train") :]
+    cli.main([*words, "--json"], standalone_mode=False)
+    assert json.loads(capsys.readouterr().out) == record.to_json()
+    cli.main(words, standalone_mode=False)
+    assert "4 steps, 2,048 tokens" in capsys.readouterr().out
 
 
 def test_bfloat16_is_the_default_and_stated(sample, tmp_path):
@@ -149,7 +159,7 @@ def test_a_gguf_file_becomes_a_folder(sample, tmp_path):
     plan = tmp_path / "plan.jsonl"
     plan_documents(str(file), plan, config=sample.folder / "mix.toml", cache=tmp_path / "cache")
     arguments = sample.arguments(tmp_path / "run", plan=plan, cache=tmp_path / "cache", steps=1)
-    run_train(str(file), **arguments)
+    train(str(file), **arguments)
     trained = longrope2.load(tmp_path / "run" / "model", dtype=torch.float32, device="cpu")
     assert trained.config.max_position_embeddings == TARGET
     assert set(weights(tmp_path / "run" / "model")) == set(weights(sample.model))
@@ -160,7 +170,7 @@ def test_a_config_that_makes_no_model_is_refused(sample, tmp_path):
     config = json.loads((tmp_path / "base" / "config.json").read_text())
     (tmp_path / "base" / "config.json").write_text(json.dumps({**config, "hidden_act": 3, "vocab_size": "many"}))
     with pytest.raises(LongRopeError, match="transformers cannot read its config"):
-        run_train(str(tmp_path / "base"), **sample.arguments(tmp_path / "run"))
+        train(str(tmp_path / "base"), **sample.arguments(tmp_path / "run"))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -233,11 +243,11 @@ def test_a_broken_row_is_named_and_the_checkpoint_kept(tmp_path):
 
 
 def test_out_of_memory_is_told(sample, tmp_path, monkeypatch):
-    def train(*_, started, **__):
+    def loop(*_, started, **__):
         started(0)
         raise torch.OutOfMemoryError("tried to allocate\nmuch")
 
-    monkeypatch.setattr("longrope2.training.run.train", train)
+    monkeypatch.setattr("longrope2.training.train.train_loop", loop)
     with pytest.raises(LongRopeError, match=r"128 tokens on 1 process \(tried to allocate\)") as caught:
         sample.run(tmp_path / "run")
     assert "--sequence-parallel" in caught.value.hint
@@ -248,7 +258,7 @@ def test_a_full_disk_at_the_end_is_mended_by_running_again(sample, tmp_path, mon
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("longrope2.training.product.write_json", full)
+        patch.setattr("longrope2.training.train.write_factors", full)
         with pytest.raises(LongRopeError, match="No space left on device"):
             sample.run(tmp_path / "run")
     assert not (tmp_path / "run" / "model").exists()
@@ -276,7 +286,7 @@ def refusals():
 
 @pytest.mark.parametrize(("options", "message"), list(refusals()))
 def test_refused_before_weights_are_read(sample, tmp_path, monkeypatch, options, message):
-    monkeypatch.setattr("longrope2.training.run.load", None)
+    monkeypatch.setattr("longrope2.training.train.load", None)
     with pytest.raises(LongRopeError, match=message):
         sample.run(tmp_path / "run", **options)
     assert not (tmp_path / "run").exists()
@@ -291,7 +301,7 @@ def test_factors_that_were_made_for_another_model_are_told_of(sample, tmp_path, 
 
 
 def test_parts_that_do_not_belong_together_are_refused(sample, tmp_path, monkeypatch):
-    monkeypatch.setattr("longrope2.training.run.load", None)
+    monkeypatch.setattr("longrope2.training.train.load", None)
     spec = describe(sample.model)
     other = tmp_path / "factors.json"
     factors = rescale_model(spec, "ntk", 2 * TARGET)
@@ -331,7 +341,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path):
 
 
 def test_padding_that_the_model_has_no_token_for_is_refused(sample, tmp_path, monkeypatch):
-    monkeypatch.setattr("longrope2.training.run.load", None)
+    monkeypatch.setattr("longrope2.training.train.load", None)
     text = (sample.folder / "plan.jsonl").read_text()
     assert '"pad": 1}' in text
     (tmp_path / "plan.jsonl").write_text(text.replace('"pad": 1}', '"pad": 4096}', 1))
@@ -391,12 +401,14 @@ def test_weights_and_biases_when_asked(sample, tmp_path, monkeypatch):
 
 def test_gpus_have_utilisation_and_memory(sample, tmp_path, monkeypatch, capsys):
     """What a step on two H200s would say."""
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 3 << 30)
     info = describe(sample.model)
     shape = shape_of(skeleton(info), info)
     config = TrainConfig(steps=1).resolved()
-    reporter = Reporter(tmp_path, config, shape, device=torch.device("cuda"), num_devices=2, settings={})
+    peak = 2e12 * known_gpu("NVIDIA H200").peak
+    reporter = StepReporter(
+        tmp_path, config, device=torch.device("cuda"), step_flops=shape.step_flops, peak_flops=peak, settings={}
+    )
     reporter.started(0)
     result = StepResult(step=1, loss=2.0, loss_by_kind={"long": 2.0}, gradient_norm=1.0, tokens=10**9, attended=10**12,
                         seconds=2.0)  # fmt: skip
@@ -413,7 +425,7 @@ def test_gpus_have_utilisation_and_memory(sample, tmp_path, monkeypatch, capsys)
 def test_a_log_goes_on_where_the_checkpoint_is(tmp_path):
     path = tmp_path / "log.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 2, "needles": []}\n{"step": 3}\n{"st')
-    log = Log(path)
+    log = LogFile(path)
     log.open_after(2)
     log.write({"step": 3, "loss": 1.0})
     log.close()

@@ -8,7 +8,7 @@ from training_samples import make_sample, weights
 
 from conftest import family_model
 from longrope2.errors import LongRopeError, MissingExtraError
-from longrope2.training.product import full_state
+from longrope2.training.train import full_state
 from longrope2.training.trainable import add_lora, freeze, matching, merged
 
 
@@ -77,7 +77,7 @@ def test_lora_through_a_run_resumes_and_ends_merged(sample, tmp_path, monkeypatc
             raise BrokenOffError
 
     with monkeypatch.context() as patch:
-        patch.setattr("longrope2.training.progress.Reporter.step", stop)
+        patch.setattr("longrope2.training.log.StepReporter.step", stop)
         with pytest.raises(BrokenOffError):
             sample.run(tmp_path / "parts", lora=4)
     parts = weights(sample.run(tmp_path / "parts", lora=4))

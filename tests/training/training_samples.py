@@ -15,8 +15,8 @@ from conftest import family_model
 from longrope2.data.plan import plan_documents
 from longrope2.models import ASSETS, describe, rescale_model
 from longrope2.needles import NOUNS
-from longrope2.training.progress import LOG, read_log
-from longrope2.training.run import run_train
+from longrope2.training.log import LOG, read_log
+from longrope2.training.train import train
 
 WINDOW, TARGET = 64, 128
 WORDS = "the old man went down to the sea and saw a ship that came from far away".split()  # noqa: SIM905
@@ -55,14 +55,14 @@ class Sample:
         return self.folder / "base"
 
     def arguments(self, output: Path, **options):
-        """What `run_train` takes."""
+        """What `train` takes."""
         paths = {"factors": self.folder / "factors.json", "plan": self.folder / "plan.jsonl", "output": output}
         return {**paths, "cache": self.folder / "cache", "batch_rows": 4, "steps": 4, "learning_rate": 1e-2,
                 "save_every": 2, "save_dtype": "float32", **options}  # fmt: skip
 
     def run(self, output: Path, **options) -> Path:
         """Train in this process; returns the folder of the model."""
-        run_train(str(self.model), **self.arguments(output, **options))
+        train(str(self.model), **self.arguments(output, **options))
         return output / "model"
 
     def command(self, output: Path, *, processes: int = 1, **options) -> list[str]:

@@ -22,7 +22,8 @@ from longrope2.models import load_tokenizer, rescale_model
 from longrope2.pipeline.recipe import RECALL, ExportOptions, VerifyOptions
 from longrope2.pipeline.steps import Setting, recipe_plan, recipe_search, recipe_sources
 from longrope2.training.config import train_config
-from longrope2.training.shape import shape_of, skeleton
+from longrope2.training.estimate import shape_of, skeleton
+from longrope2.training.train import rank_problems
 
 
 def check_recipe(setting: Setting, stages: Container[str]) -> None:
@@ -100,13 +101,12 @@ def _train(setting: Setting) -> Iterator[str]:
     recipe, info = setting.recipe, setting.info
     config = train_config(**recipe.train)
     yield from config.problems()
-    bones = skeleton(info)
-    model = bones.config.get_text_config()
-    if (config.lora or 0) > model.hidden_size:
-        yield f"lora must be a rank of at most {model.hidden_size:,}, the model's width, got {config.lora:,}"
+    empty_model = skeleton(info)
+    model = empty_model.config.get_text_config()
+    yield from rank_problems(config, model)
     if config.lora:
         yield from _complaints(require, "peft", extra="train", purpose="LoRA")
-    yield from _complaints(shape_of, bones, info, freeze=config.freeze)
+    yield from _complaints(shape_of, empty_model, info, freeze=config.freeze)
     size, heads = max(config.sequence_parallel, 1), model.num_attention_heads
     if recipe.target_length % size or heads % size:
         yield f"{recipe.target_length:,} tokens and {heads} heads cannot be shared evenly by {size} (sequence_parallel)"

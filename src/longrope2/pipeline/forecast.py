@@ -22,9 +22,18 @@ from longrope2.pipeline.recipe import ExportOptions
 from longrope2.pipeline.steps import DATA_PATHS, Setting, Step, recipe_plan, recipe_search
 from longrope2.search.evolution import FINALISTS
 from longrope2.training.config import train_config
-from longrope2.training.estimate import FLASH_BACKWARD, Work, assumed_work, estimate, planned_work
-from longrope2.training.gpus import GIB, known_gpu
-from longrope2.training.shape import Shape, shape_of, skeleton
+from longrope2.training.estimate import (
+    FLASH_BACKWARD,
+    GIB,
+    ModelShape,
+    Work,
+    assumed_work,
+    estimate,
+    known_gpu,
+    planned_work,
+    shape_of,
+    skeleton,
+)
 
 STATE_BYTES = 12
 """Of a trained parameter in a checkpoint: the float32 weight and Adam's two moments."""
@@ -113,7 +122,7 @@ def forecast(setting: Setting, steps: Sequence[Step], reasons: Mapping[str, str]
     return {"machine": machine.name, "matmul_tflops": machine.matmul / 1e12, "steps": rows}
 
 
-def _needs(setting: Setting, step: Step, shape: Shape, machine: Machine, reasons: Mapping[str, str]) -> Needs:
+def _needs(setting: Setting, step: Step, shape: ModelShape, machine: Machine, reasons: Mapping[str, str]) -> Needs:
     makers: dict[str, Callable[..., Needs]] = {
         "search": _search,
         "data": _data,
@@ -127,17 +136,17 @@ def _needs(setting: Setting, step: Step, shape: Shape, machine: Machine, reasons
     return makers[step.stage](setting, step, shape, machine)
 
 
-def _forward(shape: Shape, machine: Machine, tokens: int) -> float:
+def _forward(shape: ModelShape, machine: Machine, tokens: int) -> float:
     """Seconds to read one sequence."""
     attention = shape.attention_flops(tokens, tokens * tokens // 2) / machine.attention[0]
     return shape.linear_flops(tokens) / machine.matmul + attention
 
 
-def _reading_memory(shape: Shape, machine: Machine, tokens: int) -> float:
+def _reading_memory(shape: ModelShape, machine: Machine, tokens: int) -> float:
     return machine.bytes_per_value * (shape.parameters + ACTIVATION_WIDTHS * shape.hidden * tokens)
 
 
-def _search(setting: Setting, _: Step, shape: Shape, machine: Machine) -> Needs:
+def _search(setting: Setting, _: Step, shape: ModelShape, machine: Machine) -> Needs:
     config = recipe_search(setting.recipe)
     plan, length = config.evolution, config.target_length
     candidates = plan.population + plan.iterations * (plan.mutations + plan.crossovers)
@@ -156,7 +165,7 @@ def _search(setting: Setting, _: Step, shape: Shape, machine: Machine) -> Needs:
     )
 
 
-def _data(setting: Setting, _: Step, shape: Shape, machine: Machine) -> Needs:
+def _data(setting: Setting, _: Step, shape: ModelShape, machine: Machine) -> Needs:
     rows = recipe_plan(setting).rows
     tokens = None if rows is None else rows * setting.recipe.target_length
     return Needs(
@@ -184,7 +193,7 @@ def _work(setting: Setting, *, is_planned: bool) -> Work | None:
     return assumed_work(original_length=original, target_length=recipe.target_length, rows=batch, steps=steps)
 
 
-def _train(setting: Setting, _: Step, shape: Shape, machine: Machine, *, is_planned: bool) -> Needs:
+def _train(setting: Setting, _: Step, shape: ModelShape, machine: Machine, *, is_planned: bool) -> Needs:
     work, options = _work(setting, is_planned=is_planned), setting.recipe.train
     saved = PRECISION_BYTES[options.get("save_dtype", "bfloat16")] * shape.parameters
     disk = STATE_BYTES * shape.trained * (options.get("keep", 2) + 1) + saved
@@ -209,7 +218,7 @@ def _train(setting: Setting, _: Step, shape: Shape, machine: Machine, *, is_plan
     )
 
 
-def _evaluate(setting: Setting, step: Step, shape: Shape, machine: Machine) -> Needs:
+def _evaluate(setting: Setting, step: Step, shape: ModelShape, machine: Machine) -> Needs:
     options = {name: value for name, value in step.options.items() if name not in DATA_PATHS}
     config = EvaluationConfig(**{**options, "beyond_window": True})
     lengths = lengths_for(config, setting.recipe.target_length)
@@ -231,13 +240,13 @@ def _evaluate(setting: Setting, step: Step, shape: Shape, machine: Machine) -> N
     )
 
 
-def _export(setting: Setting, _: Step, shape: Shape, machine: Machine) -> Needs:
+def _export(setting: Setting, _: Step, shape: ModelShape, machine: Machine) -> Needs:
     options = ExportOptions(**setting.recipe.export)
     size = PRECISION_BYTES[options.dtype or "bfloat16"] * shape.parameters * len(options.formats)
     return Needs(seconds=2 + 2 * size / COPY_RATE, memory=None, disk=size)
 
 
-def _verify(setting: Setting, _: Step, shape: Shape, machine: Machine) -> Needs:
+def _verify(setting: Setting, _: Step, shape: ModelShape, machine: Machine) -> Needs:
     memory = 4.0 * shape.parameters
     return Needs(
         seconds=OVERHEAD_SECONDS["verify"] + 2 * memory / COPY_RATE,

@@ -32,7 +32,7 @@ from longrope2.report.summary import summarise
 from longrope2.search.config import SearchConfig, search_config
 from longrope2.search.run import search
 from longrope2.training.config import TrainConfig
-from longrope2.training.run import run_train
+from longrope2.training.train import train
 
 DATA_PATHS = ("data", "books")
 """The options of an evaluation that name files."""
@@ -199,7 +199,7 @@ def _train_step(setting: Setting) -> Step:
     recipe = setting.recipe
 
     def work() -> None:
-        run_train(
+        train(
             setting.info.name,
             factors=setting.folder / ledger.FACTORS,
             plan=setting.folder / ledger.PLAN,

@@ -10,7 +10,7 @@ from longrope2.evaluation.results import RESULTS, SCORE, grid_misfit
 from longrope2.factors import RescaleFactors
 from longrope2.records import RunRecord
 from longrope2.shapes import misfit
-from longrope2.training.progress import read_log, steps_in
+from longrope2.training.log import read_log, steps_in
 
 AGAIN = "run `longrope2 extend` again as before: what is damaged is made anew"
 RUN_ON = {"device": str, "processes": int}

@@ -1,23 +1,31 @@
-"""Memory and time of a run before it starts, from the model's shape and rates measured once."""
+"""Memory and time of a run before it starts, from the model's shape and rates measured once.
 
-from collections.abc import Mapping
+The shape is read from the model's configuration alone: sizes, names of parameters, and work per token.
+"""
+
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import nn
 
-from longrope2.console import duration, show_json, show_table
+from longrope2.console import duration, show_table
 from longrope2.data.config import PlanConfig
 from longrope2.data.plan import Plan, read_plan
 from longrope2.errors import LongRopeError
-from longrope2.models import describe
+from longrope2.families import SLIDING_ATTENTION
+from longrope2.gguf_model import open_gguf
+from longrope2.models import ModelInfo, describe, head_dim, num_kv_heads, pretrained_source, refused_config
 from longrope2.options import broken_limits, wrong_types
 from longrope2.perplexity import LOGIT_ROWS
 from longrope2.training.config import EstimateConfig, LongRowMask, TrainConfig, cannot_start
-from longrope2.training.gpus import GIB, GPUS, Gpu
-from longrope2.training.shape import Shape, shape_of, skeleton
+from longrope2.training.trainable import is_matrix, linear_layers, matching
 
+GIB = 1 << 30
 FULL, HALF = 4, 2  # bytes of float32 and bfloat16
 OVERHEAD = 1.05
 """Norms, the optimizer and launches, on top of matrix products and attention."""
@@ -27,6 +35,157 @@ SMALL = 2048
 """Hidden size below which matrices are too small for the rates here."""
 RESERVED = 0.94
 """The share of a GPU's memory that tensors can really use."""
+
+
+def skeleton(info: ModelInfo) -> Any:
+    """The model on the meta device: every parameter has its name and shape, and none takes memory."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    info.refuse_weights()
+    try:
+        if info.is_gguf:
+            values = open_gguf(Path(info.location)).config()
+            config = AutoConfig.for_model(values.pop("model_type"), **values)
+        else:
+            source, options = pretrained_source(info)
+            config = AutoConfig.from_pretrained(source, **options)
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # initialising what has no values
+            return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except (OSError, ValueError, TypeError, StrictDataclassError) as error:
+        raise refused_config(info.name, error) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """The sizes that decide what training costs."""
+
+    parameters: int
+    trained: int
+    """Parameters that learn; with LoRA the additions alone."""
+    matrices: int
+    """Weights that each token is multiplied with: no input embedding, of experts only those a token meets."""
+    layer: int
+    """Parameters of the largest layer."""
+    outside: int
+    """Parameters outside of the layers: embeddings, head, last norm."""
+    windows: tuple[int | None, ...]
+    """For each layer how far it looks back; None: all the way."""
+    hidden: int
+    inner: int
+    """Width of the MLP."""
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+
+    @property
+    def width(self) -> int:
+        """All query heads side by side."""
+        return self.heads * self.head_dim
+
+    @property
+    def trained_share(self) -> float:
+        """The share of the weights whose gradient has to be computed."""
+        return min(self.trained / self.parameters, 1.0)
+
+    def linear_flops(self, tokens: int) -> float:
+        """One pass through the matrices: a forward, the gradient of inputs, or that of all weights."""
+        return 2.0 * self.matrices * tokens
+
+    def attention_flops(self, tokens: int, attended: int) -> float:
+        """One forward pass through attention; `attended` counts pairs of query and key in a layer without a window."""
+        pairs = sum(attended if window is None else min(attended, tokens * window) for window in self.windows)
+        return 4.0 * self.width * pairs
+
+    def step_flops(self, tokens: int, attended: int) -> float:
+        """What forward and backward need at least: nothing counted that is computed again."""
+        return self.linear_flops(tokens) * (2 + self.trained_share) + 3 * self.attention_flops(tokens, attended)
+
+
+def shape_of(model: Any, info: ModelInfo, *, freeze: Sequence[str] = (), lora: int | None = None) -> ModelShape:
+    """The shape of a model, live or on the meta device, before anything is added to it."""
+    config = model.config.get_text_config()
+    layers = [_count(layer) for layer in model.base_model.layers]
+    total = _count(model)
+    if lora:
+        learning = sum(lora * (layer.in_features + layer.out_features) for layer in linear_layers(model).values())
+    else:
+        frozen = matching(model, freeze)
+        learning = sum(parameter.numel() for name, parameter in model.named_parameters() if name not in frozen)
+    reading = info.reading
+    windows = tuple(reading.sliding_window if kind == SLIDING_ATTENTION else None for kind in reading.layer_types)
+    return ModelShape(
+        parameters=total,
+        trained=learning,
+        matrices=_matrices(model, config),
+        layer=max(layers),
+        outside=total - sum(layers),
+        windows=windows,
+        hidden=config.hidden_size,
+        inner=_inner(config),
+        heads=config.num_attention_heads,
+        kv_heads=num_kv_heads(config),
+        head_dim=head_dim(config),
+        vocabulary=config.vocab_size,
+    )
+
+
+def _count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _matrices(model: Any, config: Any) -> int:
+    embedding = model.get_input_embeddings().weight
+    tied = model.get_output_embeddings().weight is embedding
+    named = dict(model.named_parameters())
+    flat = sum(p.numel() for name, p in named.items() if p.ndim == 2 and is_matrix(name, p))
+    matrices = flat - (0 if tied else embedding.numel())
+    # Experts lie in one tensor, [experts, rows, columns].
+    experts = [p for p in named.values() if p.ndim == 3]
+    return matrices + sum(p.numel() // len(p) * config.num_experts_per_tok for p in experts)
+
+
+def _inner(config: Any) -> int:
+    """The widest MLP a token goes through."""
+    if hasattr(config, "num_experts_per_tok"):
+        width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+        return int(width * config.num_experts_per_tok)
+    return int(config.intermediate_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """What one GPU can do in bfloat16, in TFLOP/s."""
+
+    memory: float
+    """GiB."""
+    peak: float
+    matmul: float
+    attention: tuple[float, float]
+    """Causal attention at long rows, forward and backward, with heads of less than 128 dimensions."""
+    wide_attention: tuple[float, float]
+    """The same with heads of 128 and more."""
+
+    def attention_rates(self, head_dim: int) -> tuple[float, float]:
+        """Forward and backward."""
+        return self.wide_attention if head_dim >= 128 else self.attention
+
+
+_HOPPER: dict[str, Any] = {"peak": 989, "matmul": 790, "attention": (460, 425), "wide_attention": (577, 531)}
+GPUS: Mapping[str, Gpu] = {
+    # Measured at 128k tokens with cuDNN attention; an H100 has the same cores.
+    "h200": Gpu(memory=139, **_HOPPER),
+    "h100": Gpu(memory=79, **_HOPPER),
+    # Published rates of FlashAttention-2, and the same share of the peak for matrices as measured on Hopper.
+    "a100": Gpu(memory=79, peak=312, matmul=250, attention=(190, 165), wide_attention=(200, 175)),
+}
+
+
+def known_gpu(device_name: str) -> Gpu | None:
+    """The entry for a device as its driver names it."""
+    return next((gpu for name, gpu in GPUS.items() if name in device_name.lower()), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,16 +235,15 @@ def assumed_work(*, original_length: int, target_length: int, rows: int, steps: 
     )
 
 
-def run_estimate(
+def estimate_run(
     model: str,
     config: TrainConfig,
     wanted: EstimateConfig,
     *,
     plan: Path | None = None,
     original_length: int | None = None,
-    as_json: bool = False,
-) -> None:
-    """`longrope2 train … --estimate`: print what a run with these options would take; no weights are read."""
+) -> dict[str, Any]:
+    """What a run with these options would take; no weights are read."""
     if problems := [*config.problems(), *wrong_types(wanted), *broken_limits(wanted)]:
         raise cannot_start(problems)
     info = describe(model, original_length=original_length)
@@ -108,24 +266,19 @@ def run_estimate(
     else:
         raise LongRopeError("the length of the rows is missing", hint="give --plan FILE or --target-length N")
     shape = shape_of(skeleton(info), info, freeze=config.freeze, lora=config.lora)
-    recompute = config.recompute is not False  # the default on GPUs
-    result = estimate(
+    return estimate(
         shape,
         work,
         gpus=wanted.gpus,
         gpu=wanted.gpu,
         sequence_parallel=config.sequence_parallel,
-        recompute=recompute,
+        recompute=config.recompute is not False,  # the default on GPUs
         compiled=config.compiled,
     )
-    if as_json:
-        show_json(result)
-    else:
-        show(result)
 
 
 def estimate(
-    shape: Shape,
+    shape: ModelShape,
     work: Work,
     *,
     gpus: int,
@@ -169,7 +322,7 @@ def estimate(
     }
 
 
-def _memory(shape: Shape, tokens: int, gpus: int, *, recompute: bool, compiled: bool) -> dict[str, float]:
+def _memory(shape: ModelShape, tokens: int, gpus: int, *, recompute: bool, compiled: bool) -> dict[str, float]:
     """Bytes on each GPU; `tokens` is its part of a row."""
     kv_width = shape.kv_heads * shape.head_dim
     # All that one layer does, norms in float32, which fused ones do not keep; the sum is what SmolLM2 was measured at.
@@ -188,7 +341,7 @@ def _memory(shape: Shape, tokens: int, gpus: int, *, recompute: bool, compiled: 
     }
 
 
-def _assumptions(shape: Shape, work: Work, chip: Gpu, gpus: int, *, recompute: bool) -> list[str]:
+def _assumptions(shape: ModelShape, work: Work, chip: Gpu, gpus: int, *, recompute: bool) -> list[str]:
     kept = "their input and what attention gave, and compute the rest again" if recompute else "all they did"
     found = [
         f"layers keep {kept}",
@@ -201,7 +354,7 @@ def _assumptions(shape: Shape, work: Work, chip: Gpu, gpus: int, *, recompute: b
     return [*found, *([work.assumption] if work.assumption else [])]
 
 
-def show(result: Mapping[str, Any]) -> None:
+def show_estimate(result: Mapping[str, Any]) -> None:
     """Print an estimate as tables."""
     memory = [[name, f"{size:,.1f}"] for name, size in result["memory_gib"].items()]
     verdict = "fits" if result["fits"] else f"does NOT fit: {_way_out(result)}"
