@@ -3,8 +3,7 @@
 import difflib
 import importlib
 from collections.abc import Iterable, Sequence
-from types import ModuleType, NoneType, UnionType
-from typing import Literal, Union, get_args, get_origin, get_type_hints
+from types import ModuleType
 
 MOST_LISTED = 40
 """Names that a hint lists before it only counts them."""
@@ -68,22 +67,6 @@ def out_of_range(config: object, **ranges: tuple[float, float]) -> list[str]:
         for name, (low, high) in ranges.items()
         if (value := getattr(config, name)) is not None and not low <= value <= high  # which NaN does not
     ]
-
-
-def unknown_choices(config: object) -> list[str]:
-    """The fields of a configuration that hold none of the words their type allows, in words.
-
-    The command line refuses such a word by itself; from Python it would be taken for one of the others.
-    """
-    found = []
-    for name, hint in get_type_hints(type(config)).items():
-        optional = get_origin(hint) in (Union, UnionType)
-        parts = [part for part in get_args(hint) if part is not NoneType] if optional else [hint]
-        if len(parts) == 1 and get_origin(parts[0]) is Literal:
-            words, value = get_args(parts[0]), getattr(config, name)
-            if value not in words and not (value is None and optional):
-                found.append(f"{name} must be {' or '.join(map(repr, words))}, got {value!r}")
-    return found
 
 
 def chosen(kind: str, names: Iterable[str], known: Iterable[str]) -> list[str]:

@@ -1,7 +1,7 @@
-"""Ctrl-C while training: the step under way is finished and saved first, and no interruption is lost.
+"""Ctrl-C: a training step under way is finished and saved first, and no interruption is lost.
 
-Python turns Ctrl-C into an exception wherever it happens to be. Some extension modules, while they are imported,
-swallow it or make another error of it; so that it came is kept here. Light to import: it stands around other imports.
+Python raises KeyboardInterrupt wherever it happens to be. Some extension modules swallow it while they are imported, or
+raise another error instead, so this module remembers that it came. It is light: it stands around other imports.
 """
 
 import os
@@ -16,7 +16,7 @@ NOTICE = b"\nfinishing this step to save it; Ctrl-C again stops at once\n"
 
 
 class Interrupts:
-    """Whether somebody wants to stop."""
+    """Whether the user wants to stop."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -44,8 +44,7 @@ class Interrupts:
 def interrupts() -> Iterator[Interrupts]:
     """Receive interruptions; a block in which one came ends with KeyboardInterrupt, whatever became of it there.
 
-    Blocks may be nested and are then one. Whoever ignores interruptions, or handles them in a way of their own, is left
-    to it.
+    Blocks may be nested and are then one. A program that ignores interruptions, or handles them itself, keeps its way.
     """
     handler = signal.getsignal(signal.SIGINT)
     outer = getattr(handler, "__self__", None)

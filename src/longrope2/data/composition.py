@@ -174,7 +174,7 @@ def _mark_tokens(corpora: Sequence[Corpus], packed: Sequence[Packed], marks: Mar
 
 
 def _warnings(sources: Sequence[Source], rest: Sequence[dict[int, int]], report: dict[str, Any]) -> list[str]:
-    """What to tell the user; `rest` has the tokens of each source that a bucket did not use."""
+    """What to warn of; `rest` has the tokens of each source that a bucket did not use."""
     cells = {(cell["source"], cell["bucket"]): cell["tokens"] for cell in report["cells"]}
     found = []
     for unused, bucket in zip(rest, report["buckets"], strict=True):

@@ -66,7 +66,7 @@ def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
     """A hash of everything that decides which tokens a text becomes."""
     if tokenizer.is_fast:
         state = json.loads(tokenizer.backend_tokenizer.to_str())
-        # Left over from whoever called it last; not a part of what it is, and never used here.
+        # Left over from its last caller; not a part of what it is, and never used here.
         state.pop("truncation", None)
         state.pop("padding", None)
     else:
@@ -94,7 +94,7 @@ def plain_encoder(tokenizer: "PreTrainedTokenizerBase") -> Callable[[Sequence[st
     backend.encode_special_tokens = True
 
     def encode(texts: Sequence[str]) -> list[list[int]]:
-        # Without offsets, which nobody needs here, it is 1.7 times as fast.
+        # Without offsets, which are not needed here, it is 1.7 times as fast.
         return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     return encode
@@ -143,7 +143,7 @@ class Corpus:
         except (OSError, arrow.ArrowException) as error:
             raise DataError(
                 f"{self.path}: not a readable Arrow file ({error})",
-                hint="delete it and run `longrope2 data plan` again, which makes it anew",
+                hint="delete it and run `longrope2 data plan` again, which makes that file again",
             ) from error
 
     @cached_property
@@ -194,7 +194,7 @@ def open_corpus(key: str, cache: Path | None = None) -> Corpus:
     if not path.is_file() or path.stat().st_size != record["bytes"]:
         raise DataError(
             f"{path}: missing or incomplete, {record['bytes']:,} bytes expected",
-            hint="run `longrope2 data plan` again, which makes it anew",
+            hint="run `longrope2 data plan` again, which makes that file again",
         )
     return Corpus(key=key, path=path, num_documents=record["documents"], num_tokens=record["tokens"])
 
@@ -213,7 +213,7 @@ def _record(key: str, cache: Path) -> dict[str, Any]:
         ) from error
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(
-            f"{path}: damaged ({error})", hint="run `longrope2 data plan` again, which makes it anew"
+            f"{path}: damaged ({error})", hint="run `longrope2 data plan` again, which makes that file again"
         ) from error
     return record
 
@@ -229,7 +229,7 @@ def _write(source: Source, tokenizer: "PreTrainedTokenizerBase", key: str, cache
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
-    # Written last: a kill before this line leaves an Arrow file that nobody takes for complete.
+    # Written last: a kill before this line leaves an Arrow file that is not taken for complete.
     write_json(
         cache / f"{key}.json",
         {
@@ -310,7 +310,7 @@ def _checksum(path: Path) -> int:
 
 
 class _Progress:
-    """Megabytes done of those expected, or just done where nobody can know."""
+    """Megabytes done of those expected, or just done where their number is not known."""
 
     def __init__(self, source: Source) -> None:
         expected = content_bytes(source)

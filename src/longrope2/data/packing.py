@@ -123,7 +123,7 @@ def _cut(
 class Draw:
     """The pieces of one bucket, one after another: sources in proportion to weight, long ones upsampled.
 
-    Each piece comes once; with `repeat`, a source that has run out begins anew in another order.
+    Each piece comes once; with `repeat`, a source that has run out begins again in another order.
     """
 
     def __init__(self, bucket: int, sources: Sequence[Source], pieces: Sequence[Pieces], config: PlanConfig) -> None:
@@ -140,7 +140,7 @@ class Draw:
         queues = {source: self._order(source, 0) for source in self._members}
         rounds = dict.fromkeys(self._members, 0)
         while queues:
-            # Whoever is furthest behind its weight comes next; equals in the order they were given.
+            # The source that is furthest behind its weight comes next; equals in the order they were given.
             source = min(queues, key=lambda source: (drawn[source] / weight[source], source))
             piece = next(queues[source], None)
             if piece is None:

@@ -189,7 +189,7 @@ def _fill(
     if config.rows is not None:
         wanted = apportion(config.rows, quotas)
     else:
-        # A first round without limits tells how many rows each bucket has; the real one repeats its beginning.
+        # A first round without limits counts how many rows each bucket has; the real one repeats its beginning.
         fills = [fill(Draw(number, sources, pieces, config), number, marks, config) for number in numbers]
         have = [sum(1 for _ in rows) for rows in fills]
         serving = [number for number in numbers if have[number]]

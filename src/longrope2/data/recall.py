@@ -82,7 +82,7 @@ def recall_documents(
 
     longest = max(len(book.text.encode()) for book in shelf)
     for length in config.lengths:
-        # At least half is book text, and no token is less than a byte: told at once, not after many attempts.
+        # At least half is book text, and no token is less than a byte: refused at once, not after many attempts.
         if 2 * longest < length:
             raise DataError(
                 f"no book is long enough for a document of {length:,} tokens; the longest has {longest:,} bytes",

@@ -18,7 +18,7 @@ def read_documents(source: Source) -> Iterator[Book]:
 
 
 def content_identity(source: Source) -> dict[str, Any]:
-    """What tells this content from any other: names, sizes and hashes of files, or a dataset's commit."""
+    """What distinguishes this content from any other: names, sizes and hashes of files, or a dataset's commit."""
     if _is_package(source):
         return {"package": [entry.sha256 for entry in package_manifest() if not entry.held_out]}
     path = Path(source.path).expanduser()

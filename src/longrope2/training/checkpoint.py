@@ -134,7 +134,7 @@ def step_name(step: int) -> str:
 
 @contextmanager
 def _disk_errors(final: Path) -> Iterator[None]:
-    """A full disk is the user's to mend; what was saved before stays."""
+    """Report a full disk with a hint; what was saved before stays."""
     try:
         yield
     except (OSError, CheckpointException) as error:
@@ -153,10 +153,10 @@ def _cause(error: BaseException) -> str:
     """What happened, in a line: DCP wraps it with a traceback, and torch gives an error of its own on a full disk."""
     if isinstance(error, CheckpointException):
         error, _ = next(iter(error.failures.values()))
-    told: BaseException | None = error
-    while told is not None and not isinstance(told, OSError):
-        told = told.__context__
-    return str(told or error).partition("\n")[0]
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__context__
+    return str(cause or error).partition("\n")[0]
 
 
 def _checksums(folder: Path) -> dict[str, str]:

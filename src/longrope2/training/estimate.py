@@ -199,7 +199,7 @@ class Work:
     attended: int
     """Pairs of query and key in a step, in a layer without a window."""
     steps: int | None
-    """None: nobody said how many."""
+    """None: not known."""
     assumption: str = ""
 
     @property

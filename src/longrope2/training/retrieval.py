@@ -53,7 +53,7 @@ class Retrieval:
         scores = []
         with scoring(model, self._factors) as scorer:
             # Every forward pass gathers weights from all processes, so all must take equally many turns; one that
-            # has no document left scores the last one again, and nobody reads the result.
+            # has no document left scores the last one again, and the result is not used.
             for turn in range(-(-count // processes)):
                 document = self._documents[min(turn * processes + self._here.process, count - 1)]
                 scores += scorer(self._factors, [document])
