@@ -202,6 +202,42 @@ def conforms(value: Any, hint: Any) -> bool:
     return value is None if hint is NoneType else isinstance(value, hint)
 
 
+def schema(kind: type) -> dict[str, Any]:
+    """The JSON Schema of a recipe's table: what the options of a config class allow, with their help."""
+    entries = [entry for entry in stated(kind) if entry.option.recipe]
+    properties = {}
+    for entry in entries:
+        facts = {"description": entry.option.help + (f" Default: {entry.option.usual}." if entry.option.usual else "")}
+        if entry.default is not MISSING and entry.default is not None:
+            facts["default"] = entry.default
+        properties[entry.name] = facts | _schema(entry.hint, entry.option)
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": [entry.name for entry in entries if entry.default is MISSING],
+        "additionalProperties": False,
+    }
+
+
+def _schema(hint: Any, facts: Option) -> dict[str, Any]:
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _schema(parts[0], facts)
+    if origin in (Union, UnionType):
+        allowed = [_schema(part, facts) for part in parts if part is not NoneType]  # TOML has no null
+        return allowed[0] if len(allowed) == 1 else {"anyOf": allowed}
+    if origin is Literal:
+        return {"enum": list(parts)}
+    if origin is tuple:
+        size = {} if parts[-1] is Ellipsis else {"minItems": len(parts), "maxItems": len(parts)}
+        return {"type": "array", "items": _schema(parts[0], facts), **size}
+    names = {bool: "boolean", int: "integer", float: "number", str: "string"}
+    limits = {"minimum": facts.least, "maximum": facts.most, "exclusiveMinimum": facts.above}
+    limits |= {"exclusiveMaximum": facts.below}
+    numeric = hint in (int, float)
+    return {"type": names.get(hint, "object")} | {k: v for k, v in limits.items() if numeric and v is not None}
+
+
 def in_words(hint: Any) -> str:
     """What a type allows, as one writes it in TOML."""
     origin, parts = get_origin(hint), get_args(hint)
