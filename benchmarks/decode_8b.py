@@ -14,7 +14,7 @@ import torch
 from common import report
 from decoding import Setting, build, decode_arguments, num_repeats, prompt_of, seconds_per_token
 
-from longrope2.generation import switching
+from longrope2.generation.switch import switching
 
 GOAL = 0.95
 SETTLE = 8

@@ -23,7 +23,7 @@ from longrope2.evaluation.engine import EvaluationEngine, EvaluationJournal
 from longrope2.evaluation.ruler import TASKS, make_samples, score
 from longrope2.evaluation.suite import Sample, read_rows
 from longrope2.factors import RescaleFactors
-from longrope2.generation import load as load_switching
+from longrope2.generation.switch import load as load_switching
 from longrope2.models import describe, load, load_tokenizer
 from longrope2.rotary import rescaled
 

@@ -24,7 +24,8 @@ from decoding import (
     seconds_per_token,
 )
 
-from longrope2.generation import Strategy, switching
+from longrope2.generation.config import Strategy
+from longrope2.generation.switch import switching
 
 LIMIT = 3.0
 STEPS_AROUND = 48

@@ -80,13 +80,21 @@ def test_a_search_from_a_rescaled_model_keeps_what_it_does_within_its_window(tmp
 def test_words_that_a_command_would_refuse_are_refused_from_python_too(tmp_path):
     factors, output = longrope2.rescale("tiny", "yarn", 512), tmp_path / "output"
     refused = {
-        "backend 'jax'": lambda: longrope2.evaluate("tiny", ["niah"], output, factors=factors, backend="jax"),
-        "profile 'static'": lambda: longrope2.export_model("tiny", output, factors=factors, profile="static"),
-        "format 'onnx'": lambda: longrope2.export_model("tiny", output, factors=factors, format="onnx"),
-        "dtype 'half'": lambda: longrope2.export_model("tiny", output, factors=factors, dtype="half"),
+        "backend 'jax' is not known": lambda: longrope2.evaluate(
+            "tiny", ["niah"], output, factors=factors, backend="jax"
+        ),
+        'profile must be "dual" or "static-long", got "static"': lambda: longrope2.export_model(
+            "tiny", output, factors=factors, profile="static"
+        ),
+        'format must be "huggingface" or "gguf", got "onnx"': lambda: longrope2.export_model(
+            "tiny", output, factors=factors, format="onnx"
+        ),
+        'dtype must be "float32" or .* or "q8_0", got "half"': lambda: longrope2.export_model(
+            "tiny", output, factors=factors, dtype="half"
+        ),
     }
-    for word, call in refused.items():
-        with pytest.raises(LongRopeError, match=f"{word} is not known"):
+    for message, call in refused.items():
+        with pytest.raises(LongRopeError, match=message):
             call()
     assert list(tmp_path.iterdir()) == []
 

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from longrope2.books import read_books
 from longrope2.calibration import command, measure
 from longrope2.calibration.command import run_calibrate
-from longrope2.calibration.measure import CalibrationConfig, calibrate
+from longrope2.calibration.config import CalibrationConfig
+from longrope2.calibration.measure import calibrate
 from longrope2.calibration.rule import TOLERANCE, conclude, in_words, recommend
 from longrope2.errors import DataError, FactorsError, LongRopeError
 from longrope2.files import only_one
-from longrope2.generation import load as load_switching
+from longrope2.generation.switch import load as load_switching
 from longrope2.methods import rescale
 from longrope2.models import describe, load
 from longrope2.needles import make_needles

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, CompileConfig, DynamicCache, Stat
 
 from conftest import FAMILY_OPTIONS, ORIGINAL_LENGTH, TARGET_LENGTH, family_model
 from longrope2.errors import FactorsError, LongRopeError
-from longrope2.generation import caches, load, run, saved, switching
+from longrope2.generation import caches, run, saved
+from longrope2.generation.switch import load, switching
 from longrope2.rotary import rescaled
 from test_rotary import make_factors, through_transformers, tokens_of
 

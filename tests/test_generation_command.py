@@ -14,8 +14,10 @@ import torch
 from longrope2 import cli
 from longrope2.books import read_books
 from longrope2.errors import DataError, LongRopeError
-from longrope2.generation import command, load
-from longrope2.generation.command import Sampling, Timing, encode, read_prompt
+from longrope2.generation import command
+from longrope2.generation.command import Timing, encode, read_prompt
+from longrope2.generation.config import GenerateConfig, Sampling
+from longrope2.generation.switch import load
 from longrope2.methods import rescale
 from longrope2.models import describe
 from longrope2.models import load as load_model
@@ -230,11 +232,11 @@ class TestRefusals:
             (["--prompt", "a", "--factors", "binary"], "binary: cannot be read (it is no text)\nhint: write one with"),
             (["--prompt", "a", "--factors", "OTHER"], "these factors were made for another model than tiny"),
             (["--prompt", "a", "--temperature", "-1"], "temperature must be 0 or at least 1e-06, got -1"),
-            (["--prompt", "a", "--temperature", "nan"], "temperature must be 0 or at least 1e-06, got nan"),
+            (["--prompt", "a", "--temperature", "nan"], "temperature must be a number, got NaN"),
             (["--prompt", "a", "--temperature", "1e-300"], "temperature must be 0 or at least 1e-06, got 1e-300"),
-            (["--prompt", "a", "--seed", "-1"], "seed must lie from 0 to 2^63 - 1, got -1"),
-            (["--prompt", "a", "--seed", str(1 << 64)], "seed must lie from 0 to 2^63 - 1"),
-            (["--prompt", "a", "--top-p", "1.5"], "top_p must lie above 0"),
+            (["--prompt", "a", "--seed", "-1"], f"seed must lie from 0 to {2**63 - 1}, got -1"),
+            (["--prompt", "a", "--seed", str(1 << 64)], f"seed must lie from 0 to {2**63 - 1}, got"),
+            (["--prompt", "a", "--top-p", "1.5"], "top_p must lie in (0, 1], got 1.5"),
         ],
     )
     def test_one_message_before_any_weights_are_read(
@@ -265,7 +267,7 @@ class TestRefusals:
     def test_an_empty_stdin(self, monkeypatch):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
         with pytest.raises(LongRopeError, match="the prompt is empty"):
-            read_prompt(None, None, "-")
+            read_prompt(GenerateConfig(), "-")
 
 
 def test_greedy_even_where_the_model_would_sample():

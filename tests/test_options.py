@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from longrope2.cli import options_of
 from longrope2.errors import LongRopeError
-from longrope2.options import Length, broken_limits, build, identity, option, stated, wrong_types
+from longrope2.options import FileName, Length, broken_limits, build, identity, option, stated, wrong_types
 
 ADDED = """
 import importlib, importlib.util, re, sys
@@ -57,6 +57,7 @@ STAGES = {
     "plan": ("data", "PlanConfig", "data plan", "stage.PlanConfig(target_length=512, original_length=256, "),
     "recall": ("data", "RecallConfig", "data recall", "stage.RecallConfig(lengths=(64,), "),
     "train": ("training", "TrainConfig", "train", "longrope2.train('tiny', 'factors', 'plan', 'output', "),
+    "export": ("export", "Exporting", "export", "longrope2.export_model('tiny', 'nowhere', "),
 }
 
 
@@ -73,7 +74,7 @@ def test_an_option_added_in_one_line_is_in_help_recipe_and_python(table, tmp_pat
 
 @dataclass(frozen=True, kw_only=True)
 class Inner:
-    rounds: int = option(2, "Rounds.", least=1)
+    rounds: int = option(2, "Rounds.", least=1, most=(1 << 63) - 1)
     share: float = option(0.5, "Share.", above=0, most=1)
     rest: float = option(0.5, "Rest.", least=0, below=1)
 
@@ -87,6 +88,7 @@ class Outer:
     names: tuple[str, ...] = option((), "Names.", flag="--name", repeated=True)
     switch: bool | None = option(None, "Or not.")
     quick: bool = option(False, "Quick.", elastic=True)
+    source: FileName | None = option(None, "Source.")
     inner: Inner = option(Inner)
 
 
@@ -95,8 +97,8 @@ def test_configs_inside_a_config_are_flat_from_outside():
     assert made == Outer(length=8, depths=(0.5,), names=("x",), inner=Inner(rounds=3))
     assert [entry.name for entry in stated(Outer)][-3:] == ["rounds", "share", "rest"]
     assert identity(made) == {
-        "length": 8, "word": None, "warmth": 1.0, "depths": (0.5,), "names": ("x",), "switch": None, "rounds": 3,
-        "share": 0.5, "rest": 0.5,
+        "length": 8, "word": None, "warmth": 1.0, "depths": (0.5,), "names": ("x",), "switch": None, "source": None,
+        "rounds": 3, "share": 0.5, "rest": 0.5,
     }  # fmt: skip
 
 
@@ -120,7 +122,7 @@ def test_every_wrong_name_type_and_limit_is_named():
     assert broken_limits(outside) == [
         "warmth must lie from 0 to 2, got 3.0",
         "depths must lie from 0 to 1, got [0.5, 2.0]",
-        "rounds must be at least 1, got 0",
+        f"rounds must lie from 1 to {(1 << 63) - 1}, got 0",
         "share must lie in (0, 1], got 0.0",
         "rest must lie in [0, 1), got 1.0",
     ]
@@ -132,14 +134,14 @@ def test_the_command_line_parses_every_type():
     found = {}
     command = click.command()(options_of(Outer, "share", "rest")(lambda **values: found.update(values)))
     given = "--length 8k --word b --warmth searched --depths 0,0.5 --name x --name y --no-switch --quick --rounds 4"
-    result = CliRunner().invoke(command, given.split())
+    result = CliRunner().invoke(command, [*given.split(), "--source", "a/b"])
     assert result.exit_code == 0, result.output
     assert found == {
         "length": 8192, "word": "b", "warmth": "searched", "depths": [0.0, 0.5], "names": ("x", "y"), "switch": False,
-        "quick": True, "rounds": 4,
+        "quick": True, "rounds": 4, "source": Path("a/b"),
     }  # fmt: skip
-    for wrong in (["--length", "x"], ["--length", "8", "--word", "c"], ["--length", "8", "--warmth", "hot"], []):
-        assert CliRunner().invoke(command, wrong).exit_code == 2
+    for wrong in ("--length x", "--length 8 --word c", "--length 8 --warmth hot", "--length 8 --source=", ""):
+        assert CliRunner().invoke(command, wrong.split()).exit_code == 2
 
 
 def test_what_a_file_may_say_is_none_unless_given():

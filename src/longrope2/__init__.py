@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from longrope2.api import evaluate, export_model, rescale, search_factors, train
     from longrope2.factors import RescaleFactors
-    from longrope2.generation import load
+    from longrope2.generation.switch import load
     from longrope2.models import describe
     from longrope2.pipeline.run import extend
     from longrope2.rotary import rescaled
@@ -28,7 +28,7 @@ _HOMES = {
     "RescaleFactors": "factors",
     "describe": "models",
     "extend": "pipeline.run",
-    "load": "generation",
+    "load": "generation.switch",
     "rescaled": "rotary",
 }
 

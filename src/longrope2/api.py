@@ -10,12 +10,12 @@ from typing import Any
 from longrope2.distributed import world
 from longrope2.evaluation.evaluate import BackendName, run_evaluation
 from longrope2.evaluation.results import RESULTS
-from longrope2.export.config import Profile
-from longrope2.export.engines import Format
+from longrope2.export.config import ExportConfig
 from longrope2.export.run import export
 from longrope2.factors import RescaleFactors
 from longrope2.models import ModelInfo, describe, rescale_model
 from longrope2.models import load as load_model
+from longrope2.options import build
 from longrope2.search.config import check, search_config
 from longrope2.search.run import check_output, search
 from longrope2.training import train as training
@@ -114,20 +114,13 @@ def evaluate(
 
 
 def export_model(
-    model: str | Path,
-    output: str | Path,
-    *,
-    factors: RescaleFactors | str | Path | None = None,
-    profile: Profile = "dual",
-    format: Format = "huggingface",
-    results: str | Path | None = None,
-    **options: Any,
+    model: str | Path, output: str | Path, *, factors: RescaleFactors | str | Path | None = None, **options: Any
 ) -> Path:
     """Write a model with its factors for transformers, vLLM, llama.cpp and others; returns where it is.
 
-    Without factors the model must carry its own. Options are those of `longrope2 export`: `dtype`, `force`, …
+    Without factors the model must carry its own. Options are those of `longrope2 export`: `profile`, `format`, …
     """
-    export(str(model), Path(output), factors=factors, profile=profile, format=format, results=_path(results), **options)
+    export(str(model), Path(output), build(ExportConfig, "export options", options), factors=factors)
     return Path(output)
 
 

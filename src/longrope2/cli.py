@@ -19,12 +19,16 @@ import click
 from click import Choice, argument, option
 
 from longrope2 import __version__
+from longrope2.calibration.config import CalibrationConfig
 from longrope2.data.config import Mix, RecallConfig
 from longrope2.distributed import is_main_process, wait_to_speak
 from longrope2.errors import LongRopeError
 from longrope2.evaluation.config import EvaluationConfig
+from longrope2.export.config import ExportConfig, VerifyConfig
+from longrope2.generation.config import GenerateConfig
 from longrope2.memory import keep_freed_memory
-from longrope2.options import Length, Stated, stated
+from longrope2.methods import ClosedForm
+from longrope2.options import FileName, Length, Stated, build, stated
 from longrope2.search.config import SearchConfig
 from longrope2.training.config import EstimateConfig, TrainConfig, train_config
 
@@ -147,10 +151,8 @@ NAMES = Names()
 FLOATS = Floats()
 NAME = Name()
 FILE, FOLDER, PLACE = Place("FILE"), Place("FOLDER"), Place("PLACE")
-METHOD_NAMES = "pi, ntk, ntk-aware, dynamic-ntk, ntk-by-parts, yarn, llama3, ntk-rcd, yarn-rcd, longrope2, none"
 
 model_argument = argument("model", type=NAME)
-required_target_option = option("--target-length", type=LENGTH, required=True, help="Window to reach, e.g. 128k.")
 original_option = option(
     "--original-length", type=LENGTH, help="The trained window, where the config is silent or wrong about it."
 )
@@ -163,8 +165,6 @@ switch_length_option = option(
     help="Tokens above which the long RoPE is used; default: the model's own, or its trained window.",
 )
 again_option = option("--extend-again", is_flag=True, help="Accept a model that was extended before.")
-seed_option = option("--seed", default=0, help="The same seed gives the same result.")
-books_option = option("--books", metavar="SOURCE", help="Folder, file or hub dataset; default: the package's books.")
 corpus_option = option(
     "--cache", type=FOLDER, help="Where tokenised sources are kept.  [default: ~/.cache/longrope2/corpus]"
 )
@@ -215,8 +215,9 @@ def _click_type(kinds: Sequence[Any]) -> Any:
     if words:
         return Choice(words) if float not in kinds else NumberOr(*words)
     (kind,) = [part for part in kinds if get_origin(part) is tuple] or kinds
-    lists = {tuple[Length, ...]: LENGTHS, tuple[float, ...]: FLOATS, tuple[str, ...]: NAMES}
-    return LENGTH if kind == Length else lists.get(kind, kind)
+    known: dict[Any, Any] = {Length: LENGTH, FileName: FILE}
+    known |= {tuple[Length, ...]: LENGTHS, tuple[float, ...]: FLOATS, tuple[str, ...]: NAMES}
+    return known.get(kind, kind)
 
 
 def _parts(hint: Any) -> tuple[Any, ...]:
@@ -276,51 +277,24 @@ def inspect(
 
 @cli.command()
 @model_argument
-@required_target_option
-@option("--method", required=True, metavar="NAME", help=f"One of {METHOD_NAMES}.")
 @option("-o", "--output", required=True, type=FILE, help="Factors file to write.")
-@option(
-    "--critical-dimension",
-    type=int,
-    metavar="I",
-    help="d_rcd of the -rcd methods and longrope2; default: the middle of the range that `search` would try.",
-)
-@option(
-    "--right-factors",
-    type=FLOATS,
-    help="For longrope2: factors from d_rcd on, comma-separated, or one for all; default: the extension ratio.",
-)
-@option("--attention-factor", type=float, metavar="A", help="For longrope2: temperature of long sequences; default: 1.")
-@option(
-    "--single",
-    is_flag=True,
-    help="One RoPE at every length, as closed forms are published; default: the original one within the window.",
-)
+@options_of(ClosedForm)
 @original_option
 @again_option
-def factors(
-    model: str,
-    target_length: int,
-    method: str,
-    output: Path,
-    single: bool,
-    original_length: int | None,
-    extend_again: bool,
-    **options: Any,
-) -> None:
+def factors(model: str, output: Path, original_length: int | None, extend_again: bool, **options: Any) -> None:
     """Write the factors of a closed-form method to a file."""
     from longrope2.console import say, warn
     from longrope2.models import describe, rescale_model
 
+    form = build(ClosedForm, "factors", options)
     info = describe(model, original_length=original_length)
-    given = {name: value for name, value in options.items() if value is not None}
-    result = rescale_model(info, method, target_length, extend_again=extend_again, **given)
+    result = rescale_model(info, form.method, form.target_length, extend_again=extend_again, **form.given())
     for oddity in result.oddities():
         warn(oddity)
-    if single:
+    if form.single:
         result = result.long_everywhere()
     result.save(output)
-    say(f"wrote {output}: {method}, {result.original_length:,} → {result.target_length:,} tokens")
+    say(f"wrote {output}: {form.method}, {result.original_length:,} → {result.target_length:,} tokens")
 
 
 @cli.command()
@@ -345,56 +319,25 @@ def search(model: str, output: Path, as_json: bool, **options: Any) -> None:
 @cli.command()
 @model_argument
 @argument("source", required=False, metavar="[-]")
-@option("--prompt", metavar="TEXT", help="The prompt itself.")
-@option("--prompt-file", type=FILE, help="Read the prompt from a file.")
 @factors_option
-@option("--max-new-tokens", type=LENGTH, help="Default: 256, or what the window leaves room for.")
-@option("--stream", is_flag=True, help="Print text as it comes.")
-@option(
-    "--switch",
-    "strategy",
-    type=Choice(["recompute", "shadow", "pin"]),
-    help="At the switch: run the text again, do so ahead in small parts, or pick one RoPE for all.  "
-    "[default: recompute]",
-)
-@switch_length_option
-@option("--temperature", type=float, metavar="T", help="Sample at this temperature; default: greedy.")
-@option("--top-p", type=float, metavar="P", help="Sample among the likeliest tokens of this total probability.")
-@option("--seed", default=0, help="For sampling.")
-@option("--raw", is_flag=True, help="No chat template.")
-@option("--beyond-window", "allow_beyond", is_flag=True, help="Go beyond the window, with a warning.")
-def generate(
-    model: str,
-    source: str | None,
-    prompt: str | None,
-    prompt_file: Path | None,
-    factors: Path | None,
-    temperature: float | None,
-    top_p: float | None,
-    seed: int,
-    **options: Any,
-) -> None:
+@options_of(GenerateConfig)
+def generate(model: str, source: str | None, factors: Path | None, **options: Any) -> None:
     """Continue a prompt, exactly, across the switch between RoPEs.
 
     The original RoPE is used up to the switch length, the long one beyond. The prompt is --prompt, --prompt-file, or -
     for stdin. Text goes to stdout; when the switch happened and what it cost goes to stderr.
     """
-    from longrope2.generation.command import Sampling, read_prompt, run_generate
+    from longrope2.generation.command import read_prompt, run_generate
 
-    text = read_prompt(prompt, prompt_file, source)
-    sampling = Sampling(temperature=temperature, top_p=top_p, seed=seed)
-    run_generate(model, prompt=text, factors_file=factors, sampling=sampling, **options)
+    config = build(GenerateConfig, "generation", options)
+    run_generate(model, read_prompt(config, source), config, factors_file=factors)
 
 
 @cli.command()
 @model_argument
 @factors_option
-@option("--lengths", type=LENGTHS, help="E.g. 2k,4k,6k,8k,10k; default: 1/4 to 2 windows.")
-@option("--documents", default=20, help="Needle documents at each length.")
-@books_option
-@seed_option
+@options_of(CalibrationConfig)
 @option("-o", "--output", type=FOLDER, help="For calibration.json and calibration.png; default: only print.")
-@option("--store", is_flag=True, help="Keep the recommended length in the model's own config.json.")
 @json_option
 def calibrate(model: str, factors: Path | None, **options: Any) -> None:
     """Measure the best length to switch RoPE at.
@@ -575,50 +518,20 @@ def compare(runs: tuple[str, ...], output: Path | None, base: str | None, agains
 @model_argument
 @factors_option
 @option("-o", "--output", required=True, type=PLACE, help="Folder, or .gguf file with --format gguf.")
-@option(
-    "--profile",
-    type=Choice(["dual", "static-long"]),
-    default="dual",
-    help="Original RoPE in short sequences, or rescaled RoPE in all: the same in every engine.",
-)
-@option(
-    "--format",
-    type=Choice(["huggingface", "gguf"]),
-    default="huggingface",
-    help="A folder for transformers, vLLM, SGLang and mlx-lm, or a file for llama.cpp.",
-)
-@option(
-    "--dtype",
-    type=Choice(["float32", "float16", "bfloat16", "q8_0"]),
-    help="Default: as the model is stored. q8_0 is for GGUF.",
-)
-@option(
-    "--fold-temperature",
-    is_flag=True,
-    help="Put the attention factor into the weights, for engines that force their own.",
-)
-@option("--results", type=FILE, help="JSON to show on the model card.")
-@option("--extend-again", is_flag=True, help="Replace the factors that the model carries.")
-@option("--force", is_flag=True, help="Replace an earlier export there; anything else never.")
-def export(model: str, output: Path, **options: Any) -> None:
+@options_of(ExportConfig)
+def export(model: str, output: Path, factors: Path | None, **options: Any) -> None:
     """Write an extended model for the engines people serve with."""
     from longrope2.export.run import export as run_export
 
-    run_export(model, output, **options)
+    run_export(model, output, build(ExportConfig, "export options", options), factors=factors)
 
 
 @cli.command()
 @argument("exported", type=PLACE)
-@option(
-    "--engine",
-    "engines",
-    multiple=True,
-    metavar="NAME[=PYTHON]",
-    help="transformers, vllm, mlx or llama.cpp, in this or another environment; may be repeated. Default: all found.",
-)
+@options_of(VerifyConfig)
 @json_option
 @click.pass_context
-def verify(context: click.Context, exported: Path, engines: tuple[str, ...], as_json: bool) -> None:
+def verify(context: click.Context, /, exported: Path, as_json: bool, **options: Any) -> None:
     """Run an export in each engine and compare with our own forward.
 
     Below and above the original window. EXPORTED is a folder or a .gguf file. The exit code is 1 if an engine
@@ -626,7 +539,7 @@ def verify(context: click.Context, exported: Path, engines: tuple[str, ...], as_
     """
     from longrope2.export.verify import verify as run_verify
 
-    if not run_verify(exported, engines=engines, as_json=as_json):
+    if not run_verify(exported, build(VerifyConfig, "verify", options), as_json=as_json):
         context.exit(1)
 
 

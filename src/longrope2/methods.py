@@ -13,6 +13,7 @@ from typing import Any
 
 from longrope2.errors import FactorsError
 from longrope2.factors import RescaleFactors
+from longrope2.options import Length, option
 from longrope2.rope import RopeSpec
 
 # YaRN leaves dimensions of more than 32 rotations untouched and interpolates those of fewer than one.
@@ -159,6 +160,35 @@ METHODS: Mapping[str, Callable[..., Rescaling]] = {
     "yarn-rcd": yarn_rcd,
     "longrope2": longrope2,
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClosedForm:
+    """A method, and what it is given besides the model: the options of `longrope2 factors`."""
+
+    target_length: Length = option(help="Window to reach, e.g. 128k.")
+    method: str = option(help=f"One of {', '.join(METHODS)}.", metavar="NAME")
+    critical_dimension: int | None = option(
+        None,
+        "d_rcd of the -rcd methods and longrope2; default: the middle of the range that `search` would try.",
+        metavar="I",
+    )
+    right_factors: tuple[float, ...] | None = option(
+        None,
+        "For longrope2: factors from d_rcd on, comma-separated, or one for all; default: the extension ratio.",
+    )
+    attention_factor: float | None = option(
+        None, "For longrope2: temperature of long sequences; default: 1.", metavar="A"
+    )
+    single: bool = option(
+        False,
+        "One RoPE at every length, as closed forms are published; default: the original one within the window.",
+    )
+
+    def given(self) -> dict[str, Any]:
+        """The options of the method itself that were given; a method refuses those that it does not take."""
+        own = ("critical_dimension", "right_factors", "attention_factor")
+        return {name: value for name in own if (value := getattr(self, name)) is not None}
 
 
 def rescale(

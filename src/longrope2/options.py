@@ -17,6 +17,8 @@ from longrope2.errors import LongRopeError, all_problems
 
 Length = Annotated[int, "tokens"]
 """A number of tokens, which the command line also takes as 32k or 1M."""
+FileName = Annotated[str, "file"]
+"""The path of a file; the command line refuses an empty one, which would stand for this folder."""
 _OPTION = "option"
 Config = TypeVar("Config")
 
@@ -58,9 +60,9 @@ class Option:
         if high is None:
             return f"must be {'at least' if self.above is None else 'above'} {low:g}"
         if low is None:
-            return f"must be {'at most' if self.below is None else 'below'} {high:.10g}"
+            return f"must be {'at most' if self.below is None else 'below'} {_digits(high)}"
         if self.above is None and self.below is None:
-            return f"must lie from {low:g} to {high:.10g}"
+            return f"must lie from {low:g} to {_digits(high)}"
         return f"must lie in {'[('[self.above is not None]}{low:g}, {high:g}{'])'[self.below is not None]}"
 
 
@@ -276,6 +278,10 @@ def _options(kind: Any) -> list[tuple[Field[Any], Any]]:
 
 def _stated(entry: Field[Any], hint: Any) -> Stated:
     return Stated(entry.name, hint, entry.default, entry.metadata[_OPTION])
+
+
+def _digits(limit: float) -> str:
+    return str(limit) if isinstance(limit, int) else f"{limit:.10g}"
 
 
 def _is_number(value: Any) -> bool:

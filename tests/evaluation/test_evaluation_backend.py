@@ -10,7 +10,7 @@ from longrope2.errors import LongRopeError
 from longrope2.evaluation.backend import TorchBackend
 from longrope2.evaluation.decoding import RowsCache, last_token_attention
 from longrope2.evaluation.suite import Prompt, TextSpan
-from longrope2.generation import switching
+from longrope2.generation.switch import switching
 from longrope2.kernels import reference_attention
 from longrope2.rotary import rescaled
 from test_rotary import make_factors, tokens_of

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from longrope2 import export_model as export
 from longrope2 import models
 from longrope2.cli import main
 from longrope2.errors import LongRopeError, MissingExtraError
@@ -23,7 +24,6 @@ from longrope2.evaluation.evaluate import _described
 from longrope2.evaluation.results import Measured, accuracy, average, perplexity, with_averages
 from longrope2.evaluation.suite import Prompt, TextSpan
 from longrope2.evaluation.table import retention, run_tables
-from longrope2.export.run import export
 from longrope2.files import only_one
 from longrope2.intervals import mean_of_means, student, wilson
 from longrope2.methods import rescale

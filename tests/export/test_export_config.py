@@ -3,6 +3,7 @@
 import copy
 import json
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
@@ -10,15 +11,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from conftest import FAMILY_OPTIONS, ORIGINAL_LENGTH, family_model
 from longrope2.errors import LongRopeError, ModelError
-from longrope2.export.config import (
-    PROFILES,
-    config_problems,
-    forced_temperature,
-    profiled,
-    serving_config,
-    with_forced_temperature,
-)
+from longrope2.export.config import Profile, profiled
+from longrope2.export.engines import forced_temperature
 from longrope2.export.fold import QueryScale
+from longrope2.export.serving_config import config_problems, serving_config, with_forced_temperature
 from longrope2.families import read_config
 from longrope2.generation.saved import read_factors
 from longrope2.rotary import rescaled
@@ -47,7 +43,7 @@ def logits(model, length):
 
 
 class TestTransformers:
-    @pytest.mark.parametrize("profile", PROFILES)
+    @pytest.mark.parametrize("profile", get_args(Profile))
     @pytest.mark.parametrize("family", FAMILY_OPTIONS)
     def test_every_family_reads_what_was_meant(self, family, profile, tmp_path):
         model = family_model(family)
@@ -68,7 +64,7 @@ class TestTransformers:
         """What transformers 4, vLLM, SGLang and mlx-lm look up; tried by hand against each of them."""
         model = family_model("llama")
         factors = one_temperature(model)
-        for profile in PROFILES:
+        for profile in get_args(Profile):
             config = serving_config(model.config.to_dict(), profiled(factors, profile), dtype="bfloat16")
             legacy, modern = config["rope_scaling"], config["rope_parameters"]
             assert legacy["type"] == legacy["rope_type"] == modern["rope_type"] == "longrope"
@@ -113,7 +109,7 @@ class TestTransformers:
 
     def test_a_switch_length_is_kept_where_there_is_a_switch(self):
         model = family_model("llama")
-        dual, static = (profiled(one_temperature(model), profile) for profile in PROFILES)
+        dual, static = (profiled(one_temperature(model), profile) for profile in get_args(Profile))
         calibrated = serving_config(model.config.to_dict(), dual, dtype="float32")
         source = {**calibrated, "longrope2": {"switch_length": 24}}
         others = replace(dual, long=tuple(2 * factor for factor in dual.long))

@@ -29,9 +29,9 @@ from transformers import AutoTokenizer
 
 import longrope2
 from conftest import family_model
+from longrope2 import export_model as export
 from longrope2.errors import FactorsError, LongRopeError, ModelError
 from longrope2.export import huggingface, output, weights
-from longrope2.export.run import export
 from longrope2.factors import RescaleFactors
 from longrope2.files import atomic_folder
 from longrope2.models import ASSETS, describe, load, rescale_model

@@ -19,10 +19,11 @@ from export_samples import (
 )
 
 import longrope2
+from longrope2 import export_model as export
 from longrope2.errors import LongRopeError, ModelError
+from longrope2.export.config import VerifyConfig
 from longrope2.export.gguf_tokenizer import GPT4O_SPLIT
 from longrope2.export.reference import Reference
-from longrope2.export.run import export
 from longrope2.export.verify import RIGHT, verify
 from longrope2.export.verify import findings as findings_of
 from longrope2.gguf_model import LLAMA3_SPLIT, open_gguf
@@ -118,7 +119,7 @@ class TestLlamaCpp:
             tensors["rope_factors_long.weight"].data[:] = tensors["rope_factors_short.weight"].data
         del reader
         capsys.readouterr()
-        assert not verify(file, as_json=True)
+        assert not verify(file, VerifyConfig(), as_json=True)
         findings = {finding["mode"]: finding for finding in json.loads(capsys.readouterr().out)}
         assert findings["long"]["verdict"] == "WRONG"
         assert findings["short"]["verdict"] == ("WRONG" if fault == "temperature" else "right")
@@ -319,10 +320,10 @@ class TestRefusals:
         writer.write_tensors_to_file()
         writer.close()
         with pytest.raises(ModelError, match="not an export of longrope2"):
-            verify(tmp_path / "o.gguf")
+            verify(tmp_path / "o.gguf", VerifyConfig())
         (tmp_path / "o.gguf").write_bytes(b"GGUF but not really")
         with pytest.raises(ModelError, match="not a readable GGUF file"):
-            verify(tmp_path / "o.gguf")
+            verify(tmp_path / "o.gguf", VerifyConfig())
 
     @pytest.mark.parametrize(
         ("bytes_before", "bytes_after", "message"),

@@ -21,14 +21,14 @@ from export_samples import (
 )
 
 import longrope2
+from longrope2 import export_model as export
 from longrope2.cli import cli, main
 from longrope2.errors import LongRopeError
 from longrope2.export import verify as verifying
-from longrope2.export.config import forced_temperature, profiled
-from longrope2.export.engines import ENGINES, LLAMA_CPP, MLX, TRANSFORMERS, VLLM, guidance
+from longrope2.export.config import VerifyConfig, profiled
+from longrope2.export.engines import ENGINES, LLAMA_CPP, MLX, TRANSFORMERS, VLLM, forced_temperature, guidance
 from longrope2.export.probes import probe
 from longrope2.export.reference import Reference
-from longrope2.export.run import export
 from longrope2.export.verify import verify
 from longrope2.models import load
 
@@ -74,7 +74,7 @@ def dual(folders, tmp_path):
 
 def findings(path, capsys, *engines):
     capsys.readouterr()
-    right = verify(path, engines=engines or ["transformers"], as_json=True)
+    right = verify(path, VerifyConfig(engines=engines or ("transformers",)), as_json=True)
     found = {(f["engine"].split()[0], f["mode"]): f for f in json.loads(capsys.readouterr().out)}
     assert right == all(f["verdict"] not in ("WRONG", "FAILED") for f in found.values())
     return found
@@ -163,20 +163,20 @@ class TestTransformers:
 class TestEngines:
     def test_those_not_installed_are_named_with_their_command(self, folders, capsys, in_process, monkeypatch):
         monkeypatch.setattr(verifying, "_installed", lambda engine: engine is TRANSFORMERS)
-        assert verify(folders / "static-long")
+        assert verify(folders / "static-long", VerifyConfig())
         out = capsys.readouterr().out
         assert out.count("not checked") == 2
         assert "\nvllm: not installed: pip install vllm\n" in out
         assert "\nmlx: not installed: pip install mlx-lm\n" in out
         with pytest.raises(LongRopeError, match="vllm is not installed here") as caught:
-            verify(folders / "dual", engines=["vllm"])
+            verify(folders / "dual", VerifyConfig(engines=("vllm",)))
         assert "--engine vllm=PYTHON" in caught.value.hint
 
     def test_names(self, folders):
         with pytest.raises(LongRopeError, match="engine 'ollama' is not known"):
-            verify(folders / "dual", engines=["ollama"])
+            verify(folders / "dual", VerifyConfig(engines=("ollama",)))
         with pytest.raises(LongRopeError, match=r"llama.cpp cannot run dual"):
-            verify(folders / "dual", engines=["llama.cpp"])
+            verify(folders / "dual", VerifyConfig(engines=("llama.cpp",)))
 
     def test_what_is_no_export(self, folders, tmp_path):
         (tmp_path / "text.txt").touch()
@@ -187,7 +187,7 @@ class TestEngines:
             (folders / "model", "^the model's config has no factors of its own"),
         ):
             with pytest.raises(LongRopeError, match=message) as caught:
-                verify(place)
+                verify(place, VerifyConfig())
             assert "`longrope2 export` writes them" in caught.value.hint
 
     def test_a_trained_model_with_the_factors_of_an_export_is_no_export(self, dual, capsys, in_process):
@@ -205,14 +205,14 @@ class TestEngines:
             _ = Reference(dual).model
         edit_config(dual, lambda config: config.update(hidden_size="much"))
         with pytest.raises(LongRopeError, match=r"llama model: .* its config \(.*'hidden_size' expected int"):
-            verify(dual)
+            verify(dual, VerifyConfig())
         edit_config(dual, lambda config: config.update(model_type="odd"))
         with pytest.raises(LongRopeError, match=r"cannot read its config \('odd'\)"):
-            verify(dual)
+            verify(dual, VerifyConfig())
         for content, message in (("{", "not valid JSON"), ("[]", "not the config of a model")):
             (dual / "config.json").write_text(content)
             with pytest.raises(LongRopeError, match=message):
-                verify(dual)
+                verify(dual, VerifyConfig())
 
     def test_an_engine_that_fails_is_not_passed(self, folders, capsys, tmp_path):
         python = tmp_path / "python"

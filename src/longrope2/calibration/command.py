@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from longrope2.calibration.measure import SCORES, CalibrationConfig, calibrate, require_switch
+from longrope2.calibration.config import CalibrationConfig
+from longrope2.calibration.measure import SCORES, calibrate, require_switch
 from longrope2.calibration.rule import in_words
 from longrope2.console import say, show_json, show_table, warn
 from longrope2.errors import FactorsError, LongRopeError, MissingExtraError
@@ -15,6 +16,7 @@ from longrope2.figures import draw_calibration
 from longrope2.files import check_writable, refuse_foreign, write_json
 from longrope2.generation.saved import carries_factors, read_factors, store_switch_length
 from longrope2.models import check_factors, describe, load, load_tokenizer
+from longrope2.options import build
 
 RESULT = "calibration.json"
 
@@ -24,15 +26,14 @@ def run_calibrate(
     *,
     factors_file: Path | None,
     output: Path | None,
-    store: bool,
     as_json: bool,
     **options: Any,
 ) -> None:
     """`longrope2 calibrate`: measure, write, store if asked, and print."""
     factors = None if factors_file is None else RescaleFactors.load(factors_file)
     info = describe(model, original_length=factors.original_length if factors else None)
-    config = CalibrationConfig(**{name: value for name, value in options.items() if value is not None})
-    if store and (factors is not None or not (Path(info.location) / "config.json").is_file()):
+    config = build(CalibrationConfig, "calibration options", options)
+    if config.store and (factors is not None or not (Path(info.location) / "config.json").is_file()):
         raise LongRopeError(
             "--store writes into the config.json of a folder that has its own factors",
             hint="leave out --store and pass the switch length to `longrope2 generate --switch-length`",
@@ -62,7 +63,7 @@ def run_calibrate(
             write_json(output / RESULT, result)
             (output / SCORES).unlink(missing_ok=True)  # they are in the result
             _draw(output, result)
-        if store:
+        if config.store:
             store_switch_length(Path(info.location), result["switch_length"])
             say(f"stored switch length {result['switch_length']:,} in {info.location}")
 

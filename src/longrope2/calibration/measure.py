@@ -4,64 +4,25 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 from longrope2.books import read_books
+from longrope2.calibration.config import CalibrationConfig
 from longrope2.calibration.rule import conclude
 from longrope2.console import ProgressLine, say
-from longrope2.errors import DataError, FactorsError, LongRopeError, all_problems, below_minimum, out_of_range
+from longrope2.errors import DataError, FactorsError, LongRopeError
 from longrope2.factors import RescaleFactors
 from longrope2.files import only_one, package_versions
 from longrope2.journal import JournalFile
 from longrope2.models import LoadedModel, weights_fingerprint
-from longrope2.needles import (
-    MOST_DOCUMENTS,
-    NeedleDocument,
-    check_length,
-    depth_problems,
-    documents_digest,
-    make_needles,
-)
+from longrope2.needles import NeedleDocument, documents_digest, make_needles
+from longrope2.options import identity
 from longrope2.perplexity import Score, Scorer, scoring
 
-FRACTIONS = (0.25, 0.5, 0.75, 0.875, 1.0, 1.25, 1.5, 2.0)
-"""The lengths measured unless others are named, in original windows."""
 SCORES = "scores.jsonl"
-
-
-@dataclass(frozen=True, kw_only=True)
-class CalibrationConfig:
-    """What is measured; saved with the result."""
-
-    lengths: tuple[int, ...] | None = None
-    """None: the fractions above. The original window is always among them."""
-    documents: int = 20
-    """At each length; depths are taken in turn."""
-    depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
-    books: str | None = None
-    seed: int = 0
-
-    def check(self, target_length: int, tokenizer: Any) -> None:
-        """Refuse what cannot be measured."""
-        problems = below_minimum(self, seed=0) + out_of_range(self, documents=(2, MOST_DOCUMENTS))
-        problems += depth_problems(self.depths, documents=self.documents)
-        beyond = [length for length in self.lengths or () if length > target_length]
-        if beyond:
-            problems.append(f"lengths {beyond} are beyond the target length {target_length} of the factors")
-        if problems:
-            raise LongRopeError(all_problems("calibration", problems), hint="see `longrope2 calibrate --help`")
-        read_books(self.books, held_out=True)  # refuses what is not there, and reads nothing yet
-        if self.lengths:
-            check_length(tokenizer, min(self.lengths))
-
-    def all_lengths(self, factors: RescaleFactors) -> list[int]:
-        """The lengths to measure, the original window included."""
-        window = factors.original_length
-        wanted = self.lengths or [round(fraction * window) for fraction in FRACTIONS]
-        return sorted({length for length in (*wanted, window) if length <= factors.target_length})
 
 
 def calibrate(
@@ -76,7 +37,7 @@ def calibrate(
     subject = {
         "model": loaded.info.name,
         "revision": loaded.info.revision,
-        "config": asdict(config),
+        "config": identity(config),
         "factors": factors.to_json(),
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
     }

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from longrope2 import __version__, generation, models
+from longrope2 import __version__, models
 from longrope2.console import say, show_json, show_table
 from longrope2.distributed import World, world
 from longrope2.errors import LongRopeError, chosen
@@ -24,6 +24,8 @@ from longrope2.evaluation.table import run_tables
 from longrope2.factors import RescaleFactors
 from longrope2.files import check_writable, only_one, package_versions, refuse_foreign, write_json
 from longrope2.generation.saved import carries_factors, read_factors, told_factors
+from longrope2.generation.switch import check_switch_length
+from longrope2.generation.switch import load as load_switching
 
 BackendName = Literal["torch", "vllm"]
 JOURNAL = "generations.jsonl"
@@ -168,7 +170,7 @@ def _check(
     if switch_length is not None and backend_name == "torch":
         if factors is None and not carries_factors(info):
             raise LongRopeError("--switch-length needs a model with two sides", hint="give --factors FILE")
-        generation.check_switch_length(switch_length, window)
+        check_switch_length(switch_length, window)
     if backend_name == "vllm":
         cannot = [f"suite {name}" for name in SUITES if name in config.suites and SUITES[name].scores_texts]
         cannot += ["--beyond-window"] if config.beyond_window else []
@@ -210,7 +212,7 @@ def _backend(
     model = loaded.model
     facts: dict[str, Any] = {"dtype": str(model.dtype).removeprefix("torch.")}
     if factors is not None or carries_factors(info):
-        model = generation.load(model, factors, switch_length=switch_length)
+        model = load_switching(model, factors, switch_length=switch_length)
         switch = model.longrope2
         facts["switch_length"] = switch.switch_length
         values = {key: value for key, value in switch.factors.to_json().items() if key != "provenance"}

@@ -1,21 +1,77 @@
-"""One config.json that transformers 5 and 4, vLLM, SGLang and mlx-lm all read right."""
+"""What decides an export, or its verification, besides the model and its factors."""
 
-import copy
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
 
-from longrope2.errors import LongRopeError
+from longrope2.errors import LongRopeError, all_problems
+from longrope2.export.engines import ENGINES, Format
 from longrope2.factors import RescaleFactors
-from longrope2.families import FULL_ATTENTION, SLIDING_ATTENTION, read_config
-from longrope2.generation.saved import OWN_KEY, read_switch_length, write_factors
-from longrope2.methods import longrope_temperature
-from longrope2.models import head_dim, refused_config
+from longrope2.options import FileName, broken_limits, option, stated, wrong_types
 
 Profile = Literal["dual", "static-long"]
-PROFILES: tuple[Profile, ...] = ("dual", "static-long")
-EXPORT = "export"
-REPLACED = {"rope_parameters", "rope_scaling", "original_max_position_embeddings", OWN_KEY, "_name_or_path", "auto_map"}
-"""What an export writes anew or leaves out; all else of a model's config.json stays."""
+Precision = Literal["float32", "float16", "bfloat16", "q8_0"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exporting:
+    """What is the same for every format."""
+
+    profile: Profile = option(
+        "dual", "Original RoPE in short sequences, or rescaled RoPE in all: the same in every engine."
+    )
+    dtype: Precision | None = option(None, "Default: as the model is stored. q8_0 is for GGUF.")
+    fold_temperature: bool = option(
+        False, "Put the attention factor into the weights, for engines that force their own."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig(Exporting):
+    """One export, as `longrope2 export` and `export_model` make it."""
+
+    format: Format = option(
+        "huggingface", "A folder for transformers, vLLM, SGLang and mlx-lm, or a file for llama.cpp."
+    )
+    results: FileName | None = option(None, "JSON to show on the model card.")
+    extend_again: bool = option(False, "Replace the factors that the model carries.")
+    force: bool = option(False, "Replace an earlier export there; anything else never.")
+
+    def check(self) -> None:
+        """Refuse what no export can be."""
+        if found := wrong_types(self) or broken_limits(self):
+            raise LongRopeError(all_problems("export options", found), hint="see `longrope2 export --help`")
+        if self.dtype == "q8_0" and self.format != "gguf":
+            raise LongRopeError(
+                f"--dtype {self.dtype} is a format of GGUF", hint="say --format gguf, or --dtype bfloat16"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportTable(Exporting):
+    """The table [export] of a recipe, which may name several formats."""
+
+    formats: tuple[Format, ...] = option(("huggingface",), "An export each.")
+
+    def exports(self, *, results: str | None, extend_again: bool) -> Iterator[ExportConfig]:
+        """One export for each format, in place of what an interruption has left."""
+        shared = {entry.name: getattr(self, entry.name) for entry in stated(Exporting)}
+        for format in self.formats:
+            yield ExportConfig(**shared, format=format, results=results, extend_again=extend_again, force=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyConfig:
+    """Whom to ask."""
+
+    engines: tuple[str, ...] = option(
+        (),
+        f"{' or '.join(', '.join(ENGINES).rsplit(', ', 1))}, in this or another environment; may be repeated. "
+        "Default: all found.",
+        flag="--engine",
+        metavar="NAME[=PYTHON]",
+        repeated=True,
+    )
 
 
 def profiled(factors: RescaleFactors, profile: Profile) -> RescaleFactors:
@@ -26,132 +82,3 @@ def profiled(factors: RescaleFactors, profile: Profile) -> RescaleFactors:
 def profile_of(factors: RescaleFactors) -> Profile:
     """Which profile exported factors belong to."""
     return "dual" if factors.switches else "static-long"
-
-
-def with_provenance(factors: RescaleFactors, export: Mapping[str, Any]) -> RescaleFactors:
-    """Factors that tell how they were exported; `is_export` knows them by that."""
-    return _changed(factors, provenance={**factors.provenance, EXPORT: dict(export)})
-
-
-def is_export(factors: RescaleFactors) -> bool:
-    """Whether factors come from an export, rather than from a training run or a search."""
-    return EXPORT in factors.provenance
-
-
-def forced_temperature(factors: RescaleFactors) -> float:
-    """The attention factor of engines that read none: √(1 + ln s/ln L_train)."""
-    return longrope_temperature(factors.extension_ratio, factors.original_length)
-
-
-def with_forced_temperature(factors: RescaleFactors) -> RescaleFactors:
-    """What a model with folded weights is run with; raises where folding cannot be exact."""
-    if factors.short_attention_factor != factors.long_attention_factor:
-        raise LongRopeError(
-            f"the attention factors of short ({factors.short_attention_factor:g}) and long "
-            f"({factors.long_attention_factor:g}) sequences differ, and weights can hold only one",
-            hint="fold the temperature of --profile static-long, which has one",
-        )
-    forced = forced_temperature(factors)
-    return _changed(factors, short_attention_factor=forced, long_attention_factor=forced)
-
-
-def _changed(factors: RescaleFactors, **values: Any) -> RescaleFactors:
-    return RescaleFactors.from_json({**factors.to_json(), **values})
-
-
-def live_config(config: Mapping[str, Any]) -> Any:
-    """A config.json as transformers holds it, which changes what it is given; ModelError for one that it refuses."""
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import CONFIG_MAPPING
-
-    try:
-        return CONFIG_MAPPING[config["model_type"]].from_dict(copy.deepcopy(dict(config)))
-    except (StrictDataclassError, KeyError, ValueError, TypeError) as error:
-        raise refused_config(f"this {config['model_type']} model", error) from error
-
-
-def serving_config(source: Mapping[str, Any], factors: RescaleFactors, *, dtype: str) -> dict[str, Any]:
-    """The config.json of an export: `source` is the model's own, factors are those of the profile.
-
-    Engines read different keys for the same thing, so every key is written, and all agree. What has nothing to do
-    with RoPE stays as it is.
-    """
-    family = source["model_type"]
-    config = live_config(source)
-    # Another switch length than the original window is something that only `longrope2.load` knows. It was measured
-    # with the factors beside it, and says nothing of others.
-    before = read_config(source).rescaled
-    same = before is not None and (before.factors, before.long_factors) == (factors.short, factors.long)
-    switch_length = read_switch_length(config.to_dict()) if same and factors.switches else None
-    write_factors(config, factors, switch_length or factors.original_length)
-    written = config.to_dict()
-    nested = FULL_ATTENTION in written["rope_parameters"]
-    parameters = written["rope_parameters"][FULL_ATTENTION] if nested else written["rope_parameters"]
-    result = {name: value for name, value in source.items() if name not in REPLACED} | {
-        **{
-            name: written[name]
-            for name in ("architectures", "max_position_embeddings", "rope_parameters", OWN_KEY)
-            if name in written
-        },
-        "dtype": dtype,
-        "torch_dtype": dtype,  # before transformers 4.56
-        "head_dim": head_dim(config),  # several readers know no default
-        "rope_theta": factors.theta,
-        "rope_scaling": _legacy_parameters(family, parameters, factors),
-    }
-    if "partial_rotary_factor" in parameters:
-        result["partial_rotary_factor"] = parameters["partial_rotary_factor"]
-    if family == "gpt_neox":
-        result |= {"rotary_emb_base": factors.theta, "rotary_pct": parameters["partial_rotary_factor"]}
-    if nested:
-        result["rope_local_base_freq"] = written["rope_parameters"][SLIDING_ATTENTION]["rope_theta"]
-    # transformers 4 switches only where it stands at the top; vLLM takes it for the default window, which is right
-    # for `dual` alone. Phi-3 assumes 4096 where it is missing.
-    if family == "phi3" or profile_of(factors) == "dual":
-        result["original_max_position_embeddings"] = factors.original_length
-    return result
-
-
-def _legacy_parameters(family: str, parameters: Mapping[str, Any], factors: RescaleFactors) -> dict[str, Any]:
-    """The `rope_scaling` of transformers 4 and mlx-lm; transformers 5 prefers it to rope_parameters, too."""
-    legacy = {"type": "longrope", **copy.deepcopy(dict(parameters))}
-    forced = forced_temperature(factors)
-    if family == "phi3" and factors.long_attention_factor == factors.short_attention_factor == forced:
-        # Phi-3 of transformers 4 accepts these three keys and no others. What it then assumes for the attention
-        # factor is right only here; elsewhere its refusal is better than a wrong temperature.
-        return {name: legacy[name] for name in ("type", "short_factor", "long_factor")}
-    return legacy
-
-
-def config_problems(config: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
-    """Which RoPE keys of an exported config are missing or differ from what an export writes, in words."""
-    problems = []
-    for key in ("rope_theta", "head_dim", "max_position_embeddings", "original_max_position_embeddings"):
-        problems += _difference(key, config.get(key), expected.get(key))
-    for key in ("partial_rotary_factor", "rope_local_base_freq", "rotary_emb_base", "rotary_pct"):
-        if key in expected:
-            problems += _difference(key, config.get(key), expected[key])
-    for key in ("rope_parameters", "rope_scaling"):
-        found, wanted = (_full_attention(source.get(key)) for source in (config, expected))
-        if found is None:
-            problems.append(f"{key} is missing")
-            continue
-        for name, value in wanted.items():
-            problems += _difference(f"{key}.{name}", found.get(name), value)
-    return problems
-
-
-def _full_attention(parameters: Any) -> Any:
-    return parameters.get(FULL_ATTENTION, parameters) if isinstance(parameters, Mapping) else None
-
-
-def _difference(name: str, found: Any, wanted: Any) -> list[str]:
-    if found == wanted:
-        return []
-    if found is None:
-        return [f"{name} is missing"]
-    if wanted is None:
-        return [f"{name} should not be there"]
-    if isinstance(wanted, list):
-        return [f"{name} differs from the factors"]
-    return [f"{name} is {found!r}, not {wanted!r}"]

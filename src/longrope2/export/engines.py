@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from longrope2.export.config import forced_temperature, profile_of
 from longrope2.factors import RescaleFactors
 from longrope2.families import FAMILIES
+from longrope2.methods import longrope_temperature
 
 Format = Literal["huggingface", "gguf"]
 CONTEXT_STEP = 256
@@ -47,8 +47,9 @@ class Engine:
         short, long = factors.short_attention_factor, factors.long_attention_factor
         forced = forced_temperature(factors)
         if family in self.static_families:
-            switches = profile_of(factors) == "dual"
-            return f"it runs {family} models by way of transformers: use --profile static-long" if switches else None
+            if not factors.switches:
+                return None
+            return f"it runs {family} models by way of transformers: use --profile static-long"
         if family not in self.families:
             return f"it is not known to run {family} models with such factors"
         if self.temperature == "forced" and long != forced:
@@ -116,6 +117,11 @@ LLAMA_CPP = Engine(
 ENGINES: Mapping[str, Engine] = {engine.name: engine for engine in (TRANSFORMERS, VLLM, MLX, LLAMA_CPP)}
 
 
+def forced_temperature(factors: RescaleFactors) -> float:
+    """The attention factor of engines that read none: √(1 + ln s/ln L_train)."""
+    return longrope_temperature(factors.extension_ratio, factors.original_length)
+
+
 def short_context(factors: RescaleFactors) -> int:
     """The largest -c for which llama.cpp still uses the short factors; 0 if there is none."""
     return factors.original_length // CONTEXT_STEP * CONTEXT_STEP
@@ -132,7 +138,7 @@ def guidance(factors: RescaleFactors, family: str, where: str, format: Format) -
     if format == "gguf":
         return [_llama_cpp(factors, where, *mode) for mode in _llama_cpp_modes(factors)]
     original, target = f"{factors.original_length:,}", f"{factors.target_length:,}"
-    static = profile_of(factors) == "static-long"
+    static = not factors.switches
     always = f"long factors in every sequence, up to {target} tokens"
     rows = [
         (
@@ -178,7 +184,7 @@ def _tgi(factors: RescaleFactors, *, static: bool) -> str:
 def _llama_cpp_modes(factors: RescaleFactors) -> list[tuple[int, bool]]:
     """Contexts worth starting it with, and whether each is long."""
     modes = [(factors.target_length, True)]
-    if profile_of(factors) == "dual" and short_context(factors):
+    if factors.switches and short_context(factors):
         modes.append((short_context(factors), False))
     return modes
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from longrope2.errors import ModelError
-from longrope2.export.config import live_config
+from longrope2.export.serving_config import live_config
 from longrope2.families import FULL_ATTENTION, SLIDING_ATTENTION, read_config
 from longrope2.models import head_dim
 

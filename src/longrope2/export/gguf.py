@@ -16,9 +16,9 @@ from torch import Tensor
 
 from longrope2.console import ProgressLine
 from longrope2.errors import FactorsError, ModelError, require
-from longrope2.export.config import live_config, serving_config
 from longrope2.export.gguf_tokenizer import add_tokenizer
 from longrope2.export.output import check_room
+from longrope2.export.serving_config import live_config, serving_config
 from longrope2.export.weights import Change, SourceModel, cast
 from longrope2.factors import RescaleFactors
 from longrope2.families import FULL_ATTENTION

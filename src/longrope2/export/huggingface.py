@@ -12,8 +12,8 @@ import torch
 from longrope2.console import ProgressLine, warn
 from longrope2.errors import FactorsError, ModelError
 from longrope2.export.card import is_card
-from longrope2.export.config import is_export, serving_config
 from longrope2.export.output import check_room
+from longrope2.export.serving_config import is_export, serving_config
 from longrope2.export.weights import Change, SourceModel, cast
 from longrope2.factors import RescaleFactors
 from longrope2.files import atomic_folder, write_json, write_text

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from longrope2.errors import FactorsError, ModelError
-from longrope2.export.config import forced_temperature, live_config, serving_config
+from longrope2.export.engines import forced_temperature
 from longrope2.export.gguf import GGUFExport
 from longrope2.export.huggingface import is_exported_folder
+from longrope2.export.serving_config import live_config, serving_config
 from longrope2.factors import RescaleFactors
 from longrope2.families import accept_mscales, read_config
 from longrope2.generation.saved import FACTORS_FILE, read_factors

@@ -2,21 +2,20 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
 
 import torch
 from torch import Tensor
 
 from longrope2.console import say, warn
-from longrope2.errors import LongRopeError, chosen
+from longrope2.errors import LongRopeError
 from longrope2.export.card import card, is_card, read_results
-from longrope2.export.config import PROFILES, Profile, profile_of, profiled, with_forced_temperature, with_provenance
+from longrope2.export.config import ExportConfig, profile_of, profiled
 from longrope2.export.engines import ENGINES, Format
 from longrope2.export.fold import QueryScale
-from longrope2.export.gguf import PRECISIONS as GGUF_PRECISIONS
 from longrope2.export.gguf import card_path, check_architecture, is_exported_file, write_file
 from longrope2.export.huggingface import is_exported_folder, write_folder
 from longrope2.export.output import check_output, room_ends
+from longrope2.export.serving_config import with_forced_temperature, with_provenance
 from longrope2.export.weights import SourceModel
 from longrope2.factors import RescaleFactors
 from longrope2.files import package_versions
@@ -27,36 +26,22 @@ PRECISIONS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": to
 
 
 def export(
-    model: str,
-    output: Path,
-    *,
-    factors: RescaleFactors | str | Path | None = None,
-    profile: Profile = "dual",
-    format: Format = "huggingface",
-    dtype: str | None = None,
-    fold_temperature: bool = False,
-    results: Path | None = None,
-    extend_again: bool = False,
-    force: bool = False,
+    model: str, output: Path, config: ExportConfig, *, factors: RescaleFactors | str | Path | None = None
 ) -> None:
     """Write `model` with `factors`, or those it carries, for the engines of a format; see docs/serving.md."""
-    chosen("profile", [profile], PROFILES)
-    chosen("format", [format], get_args(Format))
-    chosen("dtype", [] if dtype is None else [dtype], GGUF_PRECISIONS)
+    config.check()
     source = SourceModel(describe(model))
     source.info.refuse_weights()
-    known_results = read_results(results) if results else None
-    _check_outputs(output, source, format=format, force=force)
-    wanted = profiled(_factors(source, factors, extend_again=extend_again), profile)
-    exported = with_forced_temperature(wanted) if fold_temperature else wanted
-    if format == "gguf":
+    known_results = read_results(Path(config.results)) if config.results else None
+    _check_outputs(output, source, format=config.format, force=config.force)
+    wanted = profiled(_factors(source, factors, extend_again=config.extend_again), config.profile)
+    exported = with_forced_temperature(wanted) if config.fold_temperature else wanted
+    if config.format == "gguf":
         check_architecture(source, exported)
-    elif dtype is not None and dtype not in PRECISIONS:
-        raise LongRopeError(f"--dtype {dtype} is a format of GGUF", hint="say --format gguf, or --dtype bfloat16")
 
     folded = (wanted.long_attention_factor / exported.long_attention_factor) ** 2
     change = QueryScale(source.config, source.tensors.keys(), folded) if folded != 1 else _unchanged
-    precision = dtype or _precision(source.dtype)
+    precision = config.dtype or _precision(source.dtype)
     how = _provenance(source, profile=profile_of(exported), dtype=precision, folded=folded)
     exported = with_provenance(exported, how)
     text = card(
@@ -64,22 +49,24 @@ def export(
         exported,
         family=source.info.reading.family,
         where=output.name,
-        format=format,
+        format=config.format,
         dtype=precision,
         folded=folded,
         source_card=_source_card(source),
         results=known_results,
     )
     with room_ends(output):
-        if format == "gguf":
+        if config.format == "gguf":
             write_file(source, exported, output, dtype=precision, change=change, card=text)
         else:
             # A tensor of another precision than most keeps it, unless one is asked for.
-            dtypes = {name: PRECISIONS[dtype or _precision(tensor.dtype)] for name, tensor in source.tensors.items()}
+            dtypes = {
+                name: PRECISIONS[config.dtype or _precision(tensor.dtype)] for name, tensor in source.tensors.items()
+            }
             write_folder(source, exported, output, dtype=precision, dtypes=dtypes, change=change, card=text)
     for engine in ENGINES.values():
         fault = engine.fault(exported, source.info.reading.family)
-        if engine.format == format and fault:
+        if engine.format == config.format and fault:
             warn(f"this export is not right in {engine.name}: {fault}")
     window = f"{exported.original_length:,} → {exported.target_length:,} tokens"
     say(f"wrote {output}: {profile_of(exported)}, {window}, {precision}")

@@ -17,10 +17,11 @@ import torch
 
 from longrope2.console import say, show_json, show_table
 from longrope2.errors import LongRopeError
-from longrope2.export.config import config_problems, profile_of
+from longrope2.export.config import VerifyConfig, profile_of
 from longrope2.export.engines import CONTEXT_STEP, ENGINES, LLAMA_CPP, Engine, short_context
 from longrope2.export.probes import probe
 from longrope2.export.reference import Answer, Reference
+from longrope2.export.serving_config import config_problems
 from longrope2.factors import RescaleFactors
 from longrope2.models import cached_values
 
@@ -63,10 +64,10 @@ class Finding:
     note: str = ""
 
 
-def verify(path: Path, *, engines: Sequence[str] = (), as_json: bool = False) -> bool:
+def verify(path: Path, config: VerifyConfig, *, as_json: bool = False) -> bool:
     """Check an export, print what was found, and say whether nothing was wrong."""
     reference = Reference(path)
-    found = findings(reference, engines)
+    found = findings(reference, config.engines)
     if as_json:
         show_json([asdict(finding) for finding in found])
     else:

@@ -1,7 +1,6 @@
 """`longrope2 generate`: a prompt from anywhere, text on stdout, and on stderr what the switch cost."""
 
 import logging
-import math
 import statistics
 import sys
 import time
@@ -16,14 +15,14 @@ from transformers.generation import stopping_criteria
 from longrope2.console import say, warn
 from longrope2.errors import DataError, LongRopeError
 from longrope2.factors import RescaleFactors
-from longrope2.generation import Strategy, Switch, check_switch_length, load
+from longrope2.generation.config import GenerateConfig
+from longrope2.generation.run import Switch
 from longrope2.generation.saved import carries_factors
+from longrope2.generation.switch import check_switch_length, load
 from longrope2.models import check_factors, describe, load_tokenizer, user_turn
 from longrope2.models import load as load_model
 
 DEFAULT_NEW_TOKENS = 256
-LEAST_TEMPERATURE = 1e-6
-"""Logits divided by much less are no longer finite."""
 
 
 class _NoReminder(logging.Filter):
@@ -34,33 +33,6 @@ class _NoReminder(logging.Filter):
 
 
 NO_REMINDER = _NoReminder()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How the next token is chosen; greedy unless a temperature or top_p is given."""
-
-    temperature: float | None = None
-    top_p: float | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.temperature and not LEAST_TEMPERATURE <= self.temperature < math.inf:
-            raise LongRopeError(
-                f"temperature must be 0 or at least {LEAST_TEMPERATURE:g}, got {self.temperature:g}", hint="0 is greedy"
-            )
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise LongRopeError(
-                f"top_p must lie above 0 and at most at 1, got {self.top_p:g}", hint="leave it out: all tokens"
-            )
-        if not 0 <= self.seed < 1 << 63:
-            raise LongRopeError(f"seed must lie from 0 to 2^63 - 1, got {self.seed}", hint="leave it out: 0")
-
-    def options(self) -> dict[str, Any]:
-        """For transformers; also where a model's own generation config says otherwise."""
-        if self.temperature == 0 or (self.temperature is None and self.top_p is None):
-            return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-        return {"do_sample": True, "temperature": self.temperature or 1.0, "top_p": self.top_p or 1.0, "top_k": 0}
 
 
 class Listener(TextStreamer):
@@ -90,20 +62,10 @@ class Listener(TextStreamer):
             self._tokens = []
 
 
-def run_generate(
-    model: str,
-    *,
-    prompt: str,
-    factors_file: Path | None,
-    max_new_tokens: int | None,
-    stream: bool,
-    strategy: Strategy | None,
-    switch_length: int | None,
-    sampling: Sampling,
-    raw: bool,
-    allow_beyond: bool,
-) -> None:
+def run_generate(model: str, prompt: str, config: GenerateConfig, *, factors_file: Path | None) -> None:
     """Everything that can be refused is refused before the weights are loaded."""
+    config.check()
+    strategy, switch_length, allow_beyond = config.strategy, config.switch_length, config.allow_beyond
     factors = None if factors_file is None else RescaleFactors.load(factors_file)
     info = describe(model, original_length=factors.original_length if factors else None)
     if factors is not None:
@@ -115,22 +77,22 @@ def run_generate(
             hint="pass --factors FILE, or leave out --switch and --switch-length",
         )
     tokenizer = load_tokenizer(info)
-    ids = encode(tokenizer, prompt, raw=raw)
+    ids = encode(tokenizer, prompt, raw=config.raw)
     window = info.reading.window if factors is None else factors.target_length
     if switch_length is not None:
         check_switch_length(switch_length, window)
-    room = _room(len(ids), max_new_tokens, window, allow_beyond=allow_beyond, has_factors=has_factors)
+    room = _room(len(ids), config.max_new_tokens, window, allow_beyond=allow_beyond, has_factors=has_factors)
     if not has_factors and len(ids) + room > window:
         warn(f"prompt and new tokens come to {len(ids) + room:,} tokens, {model} is made for {window:,}")
 
     live = load_model(info).model
-    options: dict[str, Any] = sampling.options()
+    options: dict[str, Any] = config.sampling.options()
     if has_factors:
         live = load(live, factors, switch_length=switch_length, strategy=strategy or "recompute")
         options["allow_beyond"] = allow_beyond
     stopping_criteria.logger.addFilter(NO_REMINDER)
-    torch.manual_seed(sampling.seed)
-    listener = Listener(tokenizer, stream=stream)
+    torch.manual_seed(config.sampling.seed)
+    listener = Listener(tokenizer, stream=config.stream)
     input_ids = torch.tensor([ids], device=live.device)
     end = live.generation_config.eos_token_id
     end = tokenizer.eos_token_id if end is None else end
@@ -166,16 +128,15 @@ def run_generate(
         raise KeyboardInterrupt
 
 
-def read_prompt(text: str | None, file: Path | None, argument: str | None) -> str:
-    """The prompt from the one place that was named; `argument` and `file` may be '-' for stdin."""
+def read_prompt(config: GenerateConfig, argument: str | None = None) -> str:
+    """The prompt from the one place that was named; `argument` and the file may be '-' for stdin."""
     ways = "give --prompt TEXT, --prompt-file FILE, or - to read stdin"
     if argument not in (None, "-"):
         raise LongRopeError(f"{argument!r} after the model is not understood", hint=ways)
-    named = [source for source in (text, file, argument) if source is not None]
+    named = [source for source in (config.prompt, config.prompt_file, argument) if source is not None]
     if len(named) != 1:
         raise LongRopeError("several prompts given" if named else "no prompt given", hint=ways)
-    if text is None:
-        text = _decoded(file or Path("-"))
+    text = _decoded(Path(named[0])) if config.prompt is None else config.prompt
     if not text.strip():
         raise DataError("the prompt is empty", hint=ways)
     return text
@@ -207,8 +168,6 @@ def encode(tokenizer: Any, prompt: str, *, raw: bool = False) -> list[int]:
 
 def _room(prompt: int, wanted: int | None, window: int, *, allow_beyond: bool, has_factors: bool) -> int:
     """How many new tokens to ask for, or an error if they do not fit the window."""
-    if wanted is not None and wanted < 1:
-        raise LongRopeError(f"--max-new-tokens must be at least 1, got {wanted}")
     left = window - prompt
     if allow_beyond or left >= (wanted or 1):
         return wanted or (DEFAULT_NEW_TOKENS if allow_beyond else min(DEFAULT_NEW_TOKENS, left))

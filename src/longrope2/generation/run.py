@@ -1,7 +1,7 @@
 """One call of `generate`: how long every row is, when it crosses the switch, and the work that takes."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,13 +20,12 @@ from longrope2.generation.caches import (
     replace_rows,
     without_padding,
 )
+from longrope2.generation.config import Strategy
 from longrope2.generation.shadows import Schedule
 from longrope2.rotary import RescaledRotary, is_long
 
-Strategy = Literal["recompute", "shadow", "pin"]
 # Not the model's own method: Phi-3's drops its cache by a rule that counts padding.
 step_inputs: Any = GenerationMixin.prepare_inputs_for_generation
-STRATEGIES: tuple[Strategy, ...] = ("recompute", "shadow", "pin")
 
 
 @dataclass(kw_only=True)

@@ -13,13 +13,14 @@ from longrope2.data.sources import read_documents
 from longrope2.errors import LongRopeError, all_problems, require
 from longrope2.evaluation.config import EvaluationConfig
 from longrope2.evaluation.evaluate import check_suites
-from longrope2.export.config import profiled, with_forced_temperature
+from longrope2.export.config import ExportTable, VerifyConfig, profiled
 from longrope2.export.engines import ENGINES
 from longrope2.export.gguf import ARCHITECTURES, check_architecture
+from longrope2.export.serving_config import with_forced_temperature
 from longrope2.export.weights import SourceModel
 from longrope2.methods import rescale
 from longrope2.models import load_tokenizer, rescale_model
-from longrope2.pipeline.recipe import RECALL, ExportOptions, VerifyOptions
+from longrope2.pipeline.recipe import RECALL
 from longrope2.pipeline.steps import Setting, recipe_plan, recipe_search, recipe_sources
 from longrope2.training.config import train_config
 from longrope2.training.estimate import shape_of, skeleton
@@ -130,7 +131,7 @@ def _check_table(table: Mapping[str, Any], window: int, tokenizer: Any) -> None:
 
 def _export(setting: Setting) -> Iterator[str]:
     recipe, info = setting.recipe, setting.info
-    options, config = ExportOptions(**recipe.export), recipe_search(recipe)
+    options, config = ExportTable(**recipe.export), recipe_search(recipe)
     if config.problems():
         return  # reported for the search
     temperature = config.temperature(info.rope, recipe.target_length)
@@ -151,8 +152,8 @@ def _export(setting: Setting) -> Iterator[str]:
 
 
 def _verify(setting: Setting) -> Iterator[str]:
-    formats = ExportOptions(**setting.recipe.export).formats
-    for text in VerifyOptions(**setting.recipe.verify).engines:
+    formats = ExportTable(**setting.recipe.export).formats
+    for text in VerifyConfig(**setting.recipe.verify).engines:
         name, _, python = text.partition("=")
         engine = ENGINES.get(name)
         if engine is None:

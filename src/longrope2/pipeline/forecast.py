@@ -17,8 +17,8 @@ from longrope2.data.plan import read_plan
 from longrope2.errors import LongRopeError
 from longrope2.evaluation.config import EvaluationConfig, lengths_for
 from longrope2.evaluation.suites import SUITES
+from longrope2.export.config import ExportTable
 from longrope2.methods import METHODS
-from longrope2.pipeline.recipe import ExportOptions
 from longrope2.pipeline.steps import DATA_PATHS, Setting, Step, recipe_plan, recipe_search
 from longrope2.search.evolution import FINALISTS
 from longrope2.training.config import train_config
@@ -241,7 +241,7 @@ def _evaluate(setting: Setting, step: Step, shape: ModelShape, machine: Machine)
 
 
 def _export(setting: Setting, _: Step, shape: ModelShape, machine: Machine) -> Needs:
-    options = ExportOptions(**setting.recipe.export)
+    options = ExportTable(**setting.recipe.export)
     size = PRECISION_BYTES[options.dtype or "bfloat16"] * shape.parameters * len(options.formats)
     return Needs(seconds=2 + 2 * size / COPY_RATE, memory=None, disk=size)
 

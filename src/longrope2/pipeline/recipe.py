@@ -6,15 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, get_type_hints
 
 from longrope2 import ledger
 from longrope2.console import say
 from longrope2.data.config import Bucket, PlanConfig, RecallConfig, Source, beside
 from longrope2.errors import LongRopeError, all_problems
 from longrope2.evaluation.config import EvaluationConfig
-from longrope2.export.config import Profile
-from longrope2.export.engines import Format
+from longrope2.export.config import ExportTable, VerifyConfig
 from longrope2.methods import METHODS
 from longrope2.models import TINY
 from longrope2.options import conforms, in_toml, in_words, plain, stated, unknown, wrong_entries
@@ -26,24 +25,6 @@ DEFAULT_PRESET = "tiny-laptop"
 RECALL = "recall"
 """The path of a source that stands for the documents of [recall], whatever folders there are."""
 Table = dict[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExportOptions:
-    """The table [export]."""
-
-    profile: Profile = "dual"
-    formats: tuple[Format, ...] = ("huggingface",)
-    dtype: Literal["float32", "float16", "bfloat16", "q8_0"] | None = None
-    fold_temperature: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class VerifyOptions:
-    """The table [verify]."""
-
-    engines: tuple[str, ...] = ()
-    """Names, or NAME=PYTHON; none means all that are installed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +87,8 @@ def table_keys() -> dict[str, dict[str, Any]]:
         "recall": _stated_hints(RecallConfig),
         "train": _stated_hints(TrainConfig),
         "evaluate": _stated_hints(EvaluationConfig),
-        "export": _hints(ExportOptions),
-        "verify": _hints(VerifyOptions),
+        "export": _stated_hints(ExportTable),
+        "verify": _stated_hints(VerifyConfig),
     }
 
 

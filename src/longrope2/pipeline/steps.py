@@ -17,6 +17,7 @@ from longrope2.distributed import world
 from longrope2.errors import LongRopeError
 from longrope2.evaluation.config import EvaluationConfig, lengths_for
 from longrope2.evaluation.evaluate import run_evaluation
+from longrope2.export.config import ExportTable, VerifyConfig
 from longrope2.export.engines import ENGINES, Format
 from longrope2.export.reference import Reference
 from longrope2.export.run import export
@@ -25,7 +26,7 @@ from longrope2.figures import length_label
 from longrope2.files import write_json, write_text
 from longrope2.models import ModelInfo, load, load_tokenizer, rescale_model, weights_fingerprint
 from longrope2.options import identity, stated
-from longrope2.pipeline.recipe import RECALL, ExportOptions, Recipe, VerifyOptions
+from longrope2.pipeline.recipe import RECALL, Recipe
 from longrope2.report.gather import gather
 from longrope2.report.page import write_report
 from longrope2.report.summary import summarise
@@ -104,7 +105,7 @@ def make_steps(setting: Setting, present: Container[str]) -> list[Step]:
             Step(
                 name="verify",
                 needs=("export",),
-                options=asdict(VerifyOptions(**setting.recipe.verify)),
+                options=identity(VerifyConfig(**setting.recipe.verify)),
                 outputs=(ledger.VERIFIED,),
                 work=partial(_verify, setting, exporting.outputs),
             )
@@ -279,7 +280,7 @@ def _evaluate(setting: Setting, method: str, output: Path, table: Mapping[str, A
 
 
 def _export_step(setting: Setting, model: str, evaluations: tuple[str, ...]) -> Step:
-    options = ExportOptions(**setting.recipe.export)
+    options = ExportTable(**setting.recipe.export)
     model_name = Path(setting.recipe.model).name.removesuffix(".gguf")
     name = f"{model_name}-{length_label(setting.recipe.target_length)}"
     outputs = {format: f"{ledger.EXPORT}/{name}{'.gguf' if format == 'gguf' else ''}" for format in options.formats}
@@ -288,24 +289,19 @@ def _export_step(setting: Setting, model: str, evaluations: tuple[str, ...]) -> 
         trained = model == "train"
         results = setting.folder / ledger.EXPORT / "results.json"
         write_json(results, summarise(gather(setting.folder)).to_json())
-        for format, place in outputs.items():
+        shown = str(results) if evaluations else None
+        for config in options.exports(results=shown, extend_again=setting.recipe.extend_again):
             export(
                 str(setting.folder / ledger.TRAINED) if trained else setting.info.name,
-                setting.folder / place,
+                setting.folder / outputs[config.format],
+                config,
                 factors=None if trained else setting.folder / ledger.FACTORS,
-                profile=options.profile,
-                format=format,
-                dtype=options.dtype,
-                fold_temperature=options.fold_temperature,
-                results=results if evaluations else None,
-                extend_again=setting.recipe.extend_again,
-                force=True,  # what is there was left by an interruption, or set aside before
             )
 
     return Step(
         name="export",
         needs=(model, *evaluations),
-        options=asdict(options),
+        options=identity(options),
         outputs=tuple(outputs.values()),
         work=work,
     )
@@ -313,7 +309,7 @@ def _export_step(setting: Setting, model: str, evaluations: tuple[str, ...]) -> 
 
 def _verify(setting: Setting, exported: tuple[str, ...]) -> None:
     """Keep what the engines answered; a wrong answer is told, and does not undo what was made."""
-    engines = VerifyOptions(**setting.recipe.verify).engines
+    engines = VerifyConfig(**setting.recipe.verify).engines
     found = {}
     for place in exported:
         format: Format = "gguf" if place.endswith(".gguf") else "huggingface"
