@@ -14,9 +14,9 @@ import torch
 from longrope2 import cli
 from longrope2.books import read_books
 from longrope2.errors import DataError, LongRopeError
-from longrope2.generation import command
-from longrope2.generation.command import Timing, encode, read_prompt
+from longrope2.generation import generate as stage
 from longrope2.generation.config import GenerateConfig, Sampling
+from longrope2.generation.generate import Timing, encode, read_prompt
 from longrope2.generation.switch import load
 from longrope2.methods import rescale
 from longrope2.models import describe
@@ -195,14 +195,14 @@ class TestInterrupts:
         assert b"Traceback" not in err
 
     def test_ctrl_c_prints_what_was_not(self, longrope2, monkeypatch, tiny, factors, book):
-        put = command.Listener.put
+        put = stage.Listener.put
 
         def interrupt(listener, value):
             put(listener, value)
             if len(listener.times) == 4:
                 raise KeyboardInterrupt
 
-        monkeypatch.setattr(command.Listener, "put", interrupt)
+        monkeypatch.setattr(stage.Listener, "put", interrupt)
         result = longrope2("generate", "tiny", "--prompt", book)
         assert result.code == 130
         assert result.out == expected_text(tiny, factors, book, 3)
@@ -247,7 +247,7 @@ class TestRefusals:
         (tmp_path / "zeros").write_bytes(b"text\x00text")
         other = {**factors.to_json(), "theta": 5e5}
         type(factors).from_json(other).save(tmp_path / "other.json")
-        monkeypatch.setattr(command, "load_model", lambda *_: pytest.fail("weights were loaded"))
+        monkeypatch.setattr(stage, "load_model", lambda *_: pytest.fail("weights were loaded"))
         names = {"F": factors_file, "OTHER": "other.json"}
         result = longrope2("generate", "tiny", *(names.get(option, option) for option in options))
         assert result.code == 2
@@ -255,9 +255,9 @@ class TestRefusals:
         assert result.out == ""
 
     def test_weights_that_are_not_numbers(self, longrope2, monkeypatch):
-        broken = command.load_model("tiny", device="cpu")
+        broken = stage.load_model("tiny", device="cpu")
         torch.nn.init.constant_(broken.model.model.norm.weight, float("nan"))
-        monkeypatch.setattr(command, "load_model", lambda *_: broken)
+        monkeypatch.setattr(stage, "load_model", lambda *_: broken)
         result = longrope2("generate", "tiny", "--prompt", "a", "--temperature", "1", "--max-new-tokens", "2")
         assert (result.code, result.err.splitlines()[0]) == (
             2,

@@ -120,8 +120,7 @@ def export_model(
 
     Without factors the model must carry its own. Options are those of `longrope2 export`: `profile`, `format`, …
     """
-    export(str(model), Path(output), build(ExportConfig, "export options", options), factors=factors)
-    return Path(output)
+    return export(str(model), Path(output), build(ExportConfig, "export options", options), factors=factors).path
 
 
 def _path(place: str | Path | None) -> Path | None:

@@ -11,15 +11,17 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import MISSING
+from functools import partial
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, Protocol, Union, get_args, get_origin
 
 import click
 from click import Choice, argument, option
 
 from longrope2 import __version__
 from longrope2.calibration.config import CalibrationConfig
+from longrope2.console import ConsoleTable
 from longrope2.data.config import Mix, RecallConfig
 from longrope2.distributed import is_main_process, wait_to_speak
 from longrope2.errors import LongRopeError
@@ -224,6 +226,25 @@ def _parts(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
+class Record(Protocol):
+    """What a stage gives back, for people and for programs."""
+
+    def table(self) -> ConsoleTable:
+        """For people."""
+
+    def to_json(self) -> Any:
+        """For programs."""
+
+
+def _show(record: Record, *, as_json: bool) -> None:
+    from longrope2.console import show_json, show_table
+
+    if as_json:
+        show_json(record.to_json())
+    else:
+        show_table(**vars(record.table()))
+
+
 class InOrder(click.Group):
     """Lists its commands in the order of use, which is that of this file."""
 
@@ -257,22 +278,19 @@ def inspect(
 
     For each dimension: its period, how much of it training has seen, and its factor by method. Reads the config alone.
     """
-    from longrope2.console import say, show_json, warn
-    from longrope2.inspection import inspection, show
+    from longrope2.console import say, warn
+    from longrope2.inspection import inspect
     from longrope2.models import describe
 
-    result = inspection(describe(model, original_length=original_length), target_length)
-    for remark in result["remarks"]:
+    result = inspect(describe(model, original_length=original_length), target_length)
+    for remark in result.remarks:
         warn(remark)
     if plot is not None:
         from longrope2.figures import draw_inspection
 
-        draw_inspection(result, plot)
+        draw_inspection(result.to_json(), plot)
         say(f"wrote {plot}")
-    if as_json:
-        show_json(result)
-    else:
-        show(result)
+    _show(result, as_json=as_json)
 
 
 @cli.command()
@@ -327,10 +345,19 @@ def generate(model: str, source: str | None, factors: Path | None, **options: An
     The original RoPE is used up to the switch length, the long one beyond. The prompt is --prompt, --prompt-file, or -
     for stdin. Text goes to stdout; when the switch happened and what it cost goes to stderr.
     """
-    from longrope2.generation.command import read_prompt, run_generate
+    from longrope2.console import say
+    from longrope2.generation.generate import generate, read_prompt
 
     config = build(GenerateConfig, "generation", options)
-    run_generate(model, read_prompt(config, source), config, factors_file=factors)
+    prompt = read_prompt(config, source)
+    on_text = partial(print, end="", flush=True) if config.stream else None
+    result = generate(model, prompt, config, factors_file=factors, on_text=on_text)
+    if not config.stream:
+        print(result.text, flush=True)
+    for remark in result.remarks:
+        say(remark)
+    if result.interrupted:
+        raise KeyboardInterrupt
 
 
 @cli.command()
@@ -339,16 +366,18 @@ def generate(model: str, source: str | None, factors: Path | None, **options: An
 @options_of(CalibrationConfig)
 @option("-o", "--output", type=FOLDER, help="For calibration.json and calibration.png; default: only print.")
 @json_option
-def calibrate(model: str, factors: Path | None, **options: Any) -> None:
+def calibrate(model: str, factors: Path | None, output: Path | None, as_json: bool, **options: Any) -> None:
     """Measure the best length to switch RoPE at.
 
     Compares needle retrieval with the original and with the long RoPE, on the same documents. With -o, run it again
     after an interruption, with the same options, and it goes on where it was.
     """
-    with _resumable() if options["output"] else nullcontext():
-        from longrope2.calibration.command import run_calibrate
+    with _resumable() if output else nullcontext():
+        from longrope2.calibration.calibrate import calibrate
 
-        run_calibrate(model, factors_file=factors, **options)
+        config = build(CalibrationConfig, "calibration options", options)
+        result = calibrate(model, config, output, factors=factors)
+    _show(result, as_json=as_json)
 
 
 @cli.group(cls=InOrder)
@@ -521,9 +550,9 @@ def compare(runs: tuple[str, ...], output: Path | None, base: str | None, agains
 @options_of(ExportConfig)
 def export(model: str, output: Path, factors: Path | None, **options: Any) -> None:
     """Write an extended model for the engines people serve with."""
-    from longrope2.export.run import export as run_export
+    from longrope2.export.run import export
 
-    run_export(model, output, build(ExportConfig, "export options", options), factors=factors)
+    export(model, output, build(ExportConfig, "export options", options), factors=factors)
 
 
 @cli.command()
@@ -537,9 +566,11 @@ def verify(context: click.Context, /, exported: Path, as_json: bool, **options: 
     Below and above the original window. EXPORTED is a folder or a .gguf file. The exit code is 1 if an engine
     answers wrongly.
     """
-    from longrope2.export.verify import verify as run_verify
+    from longrope2.export.verify import verify
 
-    if not run_verify(exported, build(VerifyConfig, "verify", options), as_json=as_json):
+    result = verify(exported, build(VerifyConfig, "verify", options))
+    _show(result, as_json=as_json)
+    if not result.is_right:
         context.exit(1)
 
 

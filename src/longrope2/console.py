@@ -4,7 +4,18 @@ import json
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+
+@dataclass(frozen=True)
+class ConsoleTable:
+    """A record as `show_table` prints it."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    caption: str | None = None
 
 
 def show_json(value: Any) -> None:

@@ -1,8 +1,9 @@
 """A model's RoPE at a glance: periods, coverage, critical dimensions, and every method's factors."""
 
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from longrope2.console import show_table, terminal_width
+from longrope2.console import ConsoleTable, terminal_width
 from longrope2.methods import METHODS, rescale
 from longrope2.models import ModelInfo
 
@@ -10,82 +11,109 @@ DEFAULT_RATIO = 16
 """The target that `inspect` assumes when none is named, in original windows (8k → 128k)."""
 
 
-def inspection(info: ModelInfo, target_length: int | None = None) -> dict[str, Any]:
-    """Everything `longrope2 inspect` shows, as JSON values."""
+@dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """Everything `longrope2 inspect` shows; lists have an entry for each dimension."""
+
+    model: str
+    family: str
+    rotary_dim: int
+    theta: float
+    original_length: int
+    window: int
+    target_length: int
+    extension_ratio: float
+    critical_dimension: int
+    ten_period_dimension: int
+    default_real_critical_dimension: int
+    num_layers: int
+    full_attention_layers: int
+    sliding_window: int | None
+    rescaled_by: str | None
+    remarks: tuple[str, ...]
+    periods: tuple[float, ...]
+    coverage: tuple[float, ...]
+    """Periods that a dimension completes within the trained window."""
+    first_unseen_position: tuple[int | None, ...]
+    methods: dict[str, tuple[float, ...]]
+    """Factors by method."""
+    attention_factors: dict[str, float]
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        return asdict(self)
+
+    def table(self) -> ConsoleTable:
+        """One row per dimension."""
+        # Methods that a narrow terminal cannot hold are in --json; the best known ones come first.
+        room = (terminal_width() - 42) // 11
+        preferred = ["pi", "ntk", "yarn", "llama3", "ntk-rcd", "yarn-rcd"]
+        names = preferred + [name for name in self.methods if name not in preferred]
+        names = names[: max(room, 2)]
+        marks = {self.ten_period_dimension: " ten", self.critical_dimension: " tcd"}  # tcd where they are the same
+        rows = [
+            [
+                f"{i}{marks.get(i, '    ')}",
+                f"{period:,.1f}",
+                f"{self.coverage[i]:,.2f}",
+                "-" if unseen is None else f"{unseen:,}",
+                *(f"{self.methods[name][i]:.3f}" for name in names),
+            ]
+            for i, (period, unseen) in enumerate(zip(self.periods, self.first_unseen_position, strict=True))
+        ]
+        columns = ["i", "period", "turns", "unseen", *names]
+        return ConsoleTable(self._headline(), columns, rows, self._caption(len(self.methods) - len(names)))
+
+    def _headline(self) -> str:
+        lines = [
+            f"{self.model} ({self.family}): rotary dimension {self.rotary_dim}, theta {self.theta:,.0f}, "
+            f"trained window {self.original_length:,} tokens",
+            f"target {self.target_length:,} tokens, {self.extension_ratio:g}×; critical dimension "
+            f"{self.critical_dimension} (tcd), search from {self.ten_period_dimension} (ten periods)",
+        ]
+        if self.rescaled_by:
+            lines.append(f"already rescaled by {self.rescaled_by} to {self.window:,} tokens")
+        if self.sliding_window:
+            lines.append(
+                f"{self.full_attention_layers} of {self.num_layers} layers see everything, "
+                f"the others {self.sliding_window:,} tokens"
+            )
+        return "\n".join(lines)
+
+    def _caption(self, hidden: int) -> str:
+        caption = (
+            "turns: how many periods a dimension completes within the trained window; "
+            "unseen: first position whose angle training never reached; then λ by method "
+            f"(-rcd at dimension {self.default_real_critical_dimension})"
+        )
+        return caption + (f"; {hidden} more methods with --json" if hidden else "")
+
+
+def inspect(info: ModelInfo, target_length: int | None = None) -> Inspection:
+    """What a model's config alone tells about its RoPE, and what every method would make of it."""
     rope, reading = info.rope, info.reading
     target_length = target_length or DEFAULT_RATIO * rope.original_length
     factors = {name: rescale(name, rope, target_length) for name in METHODS if name != "none"}
-    return {
-        "model": info.name,
-        "family": reading.family,
-        "rotary_dim": rope.rotary_dim,
-        "theta": rope.theta,
-        "original_length": rope.original_length,
-        "window": reading.window,
-        "target_length": target_length,
-        "extension_ratio": rope.extension_ratio(target_length),
-        "critical_dimension": rope.critical_dimension,
-        "ten_period_dimension": rope.ten_period_dimension,
-        "default_real_critical_dimension": rope.middle_dimension,
-        "num_layers": reading.num_layers,
-        "full_attention_layers": reading.layer_types.count("full_attention"),
-        "sliding_window": reading.sliding_window,
-        "rescaled_by": reading.rescaled.method if reading.rescaled else None,
-        "remarks": list(reading.remarks),
-        "periods": list(rope.periods),
-        "coverage": list(rope.coverage),
-        "first_unseen_position": list(rope.first_unseen_position(target_length)),
-        "methods": {name: list(value.long) for name, value in factors.items()},
-        "attention_factors": {name: value.long_attention_factor for name, value in factors.items()},
-    }
-
-
-def show(result: dict[str, Any]) -> None:
-    """Print an inspection as a table, one row per dimension."""
-    fixed = ["i", "period", "turns", "unseen"]
-    # Methods that a narrow terminal cannot hold are in --json; the best known ones come first.
-    room = (terminal_width() - 42) // 11
-    preferred = ["pi", "ntk", "yarn", "llama3", "ntk-rcd", "yarn-rcd"]
-    names = preferred + [name for name in result["methods"] if name not in preferred]
-    names = names[: max(room, 2)]
-    rows = []
-    for i, period in enumerate(result["periods"]):
-        unseen = result["first_unseen_position"][i]
-        mark = {result["ten_period_dimension"]: " ten", result["critical_dimension"]: " tcd"}.get(i, "    ")
-        rows.append(
-            [
-                f"{i}{mark}",
-                f"{period:,.1f}",
-                f"{result['coverage'][i]:,.2f}",
-                "-" if unseen is None else f"{unseen:,}",
-                *(f"{result['methods'][name][i]:.3f}" for name in names),
-            ]
-        )
-    hidden = len(result["methods"]) - len(names)
-    show_table(_headline(result), fixed + names, rows, caption=_caption(result, hidden))
-
-
-def _headline(result: dict[str, Any]) -> str:
-    lines = [
-        f"{result['model']} ({result['family']}): rotary dimension {result['rotary_dim']}, "
-        f"theta {result['theta']:,.0f}, trained window {result['original_length']:,} tokens",
-        f"target {result['target_length']:,} tokens, {result['extension_ratio']:g}×; critical dimension "
-        f"{result['critical_dimension']} (tcd), search from {result['ten_period_dimension']} (ten periods)",
-    ]
-    if result["rescaled_by"]:
-        lines.append(f"already rescaled by {result['rescaled_by']} to {result['window']:,} tokens")
-    if result["sliding_window"]:
-        lines.append(
-            f"{result['full_attention_layers']} of {result['num_layers']} layers see everything, "
-            f"the others {result['sliding_window']:,} tokens"
-        )
-    return "\n".join(lines)
-
-
-def _caption(result: dict[str, Any], hidden: int) -> str:
-    caption = (
-        "turns: how many periods a dimension completes within the trained window; "
-        "unseen: first position whose angle training never reached; then λ by method "
-        f"(-rcd at dimension {result['default_real_critical_dimension']})"
+    return Inspection(
+        model=info.name,
+        family=reading.family,
+        rotary_dim=rope.rotary_dim,
+        theta=rope.theta,
+        original_length=rope.original_length,
+        window=reading.window,
+        target_length=target_length,
+        extension_ratio=rope.extension_ratio(target_length),
+        critical_dimension=rope.critical_dimension,
+        ten_period_dimension=rope.ten_period_dimension,
+        default_real_critical_dimension=rope.middle_dimension,
+        num_layers=reading.num_layers,
+        full_attention_layers=reading.layer_types.count("full_attention"),
+        sliding_window=reading.sliding_window,
+        rescaled_by=reading.rescaled.method if reading.rescaled else None,
+        remarks=reading.remarks,
+        periods=tuple(rope.periods),
+        coverage=tuple(rope.coverage),
+        first_unseen_position=tuple(rope.first_unseen_position(target_length)),
+        methods={name: value.long for name, value in factors.items()},
+        attention_factors={name: value.long_attention_factor for name, value in factors.items()},
     )
-    return caption + (f"; {hidden} more methods with --json" if hidden else "")

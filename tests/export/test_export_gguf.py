@@ -25,7 +25,6 @@ from longrope2.export.config import VerifyConfig
 from longrope2.export.gguf_tokenizer import GPT4O_SPLIT
 from longrope2.export.reference import Reference
 from longrope2.export.verify import RIGHT, verify
-from longrope2.export.verify import findings as findings_of
 from longrope2.gguf_model import LLAMA3_SPLIT, open_gguf
 from longrope2.models import ASSETS, describe, load, load_tokenizer
 from longrope2.rotary import rescaled
@@ -84,7 +83,7 @@ class TestLlamaCpp:
     def test_every_family_in_both_modes(self, tmp_path, family, options):
         file = export_family(tmp_path, family, options, TWO_TEMPERATURES)
         reference = Reference(file)
-        findings = findings_of(reference)
+        findings = verify(reference.path, VerifyConfig()).findings
         assert {finding.mode: finding.verdict for finding in findings} == dict.fromkeys(MODES, RIGHT)
         assert max(finding.max_error for finding in findings) < 1e-3
         # What was read back from the file is the model it was made of, and not just what llama.cpp agrees with.
@@ -95,21 +94,21 @@ class TestLlamaCpp:
         torch.testing.assert_close(reference.logprobs(tokens[0].tolist(), long=True), expected, rtol=1e-5, atol=1e-4)
 
     def test_the_tiny_model(self, tmp_path):
-        findings = findings_of(Reference(export_tiny(tmp_path / "t.gguf", **TWO_TEMPERATURES)))
+        findings = verify(export_tiny(tmp_path / "t.gguf", **TWO_TEMPERATURES), VerifyConfig()).findings
         assert {finding.mode: finding.verdict for finding in findings} == dict.fromkeys(MODES, RIGHT)
         assert max(finding.max_error for finding in findings) < 1e-3
 
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "q8_0"])
     def test_precisions(self, tmp_path, dtype):
         file = export_family(tmp_path, "llama", {}, TWO_TEMPERATURES, dtype)
-        findings = findings_of(Reference(file))
+        findings = verify(file, VerifyConfig()).findings
         assert {finding.mode: finding.verdict for finding in findings} == dict.fromkeys(MODES, RIGHT)
         kinds = {tensor.tensor_type.name for tensor in gguf.GGUFReader(file).tensors}
         assert kinds == {"F32", {"bfloat16": "BF16", "float16": "F16", "q8_0": "Q8_0"}[dtype]}
 
     @pytest.mark.parametrize("dtype", ["float32", "q8_0"])
     @pytest.mark.parametrize("fault", ["long factors", "temperature"])
-    def test_faults_are_seen_in_every_precision(self, tmp_path, dtype, fault, capsys):
+    def test_faults_are_seen_in_every_precision(self, tmp_path, dtype, fault):
         file = export_family(tmp_path, "llama", {}, dtype=dtype)
         reader = gguf.GGUFReader(file, "r+")
         if fault == "temperature":
@@ -118,9 +117,9 @@ class TestLlamaCpp:
             tensors = {tensor.name: tensor for tensor in reader.tensors}
             tensors["rope_factors_long.weight"].data[:] = tensors["rope_factors_short.weight"].data
         del reader
-        capsys.readouterr()
-        assert not verify(file, VerifyConfig(), as_json=True)
-        findings = {finding["mode"]: finding for finding in json.loads(capsys.readouterr().out)}
+        result = verify(file, VerifyConfig())
+        assert not result.is_right
+        findings = {finding["mode"]: finding for finding in result.to_json()}
         assert findings["long"]["verdict"] == "WRONG"
         assert findings["short"]["verdict"] == ("WRONG" if fault == "temperature" else "right")
         expected = "long factors at an attention factor of 1.0" if fault == "temperature" else "short factors"
@@ -131,7 +130,7 @@ class TestLlamaCpp:
         model = family_folder(tmp_path / "m", "llama", max_position_embeddings=100)
         factors = family_factors(load(model, device="cpu").model, original_length=100)
         export(str(model), tmp_path / "o.gguf", factors=factors, format="gguf", dtype="float32")
-        findings = findings_of(Reference(tmp_path / "o.gguf"))
+        findings = verify(tmp_path / "o.gguf", VerifyConfig()).findings
         assert {finding.mode: finding.verdict for finding in findings} == {"short, long factors": RIGHT, "long": RIGHT}
         assert "-c 100" not in (tmp_path / "o.md").read_text()
 

@@ -74,9 +74,10 @@ def dual(folders, tmp_path):
 
 def findings(path, capsys, *engines):
     capsys.readouterr()
-    right = verify(path, VerifyConfig(engines=engines or ("transformers",)), as_json=True)
-    found = {(f["engine"].split()[0], f["mode"]): f for f in json.loads(capsys.readouterr().out)}
-    assert right == all(f["verdict"] not in ("WRONG", "FAILED") for f in found.values())
+    result = verify(path, VerifyConfig(engines=engines or ("transformers",)))
+    assert capsys.readouterr().out == ""
+    found = {(f["engine"].split()[0], f["mode"]): f for f in result.to_json()}
+    assert result.is_right == all(f["verdict"] not in ("WRONG", "FAILED") for f in found.values())
     return found
 
 
@@ -163,11 +164,12 @@ class TestTransformers:
 class TestEngines:
     def test_those_not_installed_are_named_with_their_command(self, folders, capsys, in_process, monkeypatch):
         monkeypatch.setattr(verifying, "_installed", lambda engine: engine is TRANSFORMERS)
-        assert verify(folders / "static-long", VerifyConfig())
-        out = capsys.readouterr().out
-        assert out.count("not checked") == 2
-        assert "\nvllm: not installed: pip install vllm\n" in out
-        assert "\nmlx: not installed: pip install mlx-lm\n" in out
+        result = verify(folders / "static-long", VerifyConfig())
+        assert result.is_right
+        assert [row[-1] for row in result.table().rows].count("not checked") == 2
+        notes = result.table().caption.splitlines()
+        assert "vllm: not installed: pip install vllm" in notes
+        assert "mlx: not installed: pip install mlx-lm" in notes
         with pytest.raises(LongRopeError, match="vllm is not installed here") as caught:
             verify(folders / "dual", VerifyConfig(engines=("vllm",)))
         assert "--engine vllm=PYTHON" in caught.value.hint

@@ -1,44 +1,149 @@
-"""The answers of needle documents under the original RoPE and under the long one, length by length."""
+"""`longrope2 calibrate`: needle answers under the original RoPE and under the long one, length by length."""
 
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from longrope2.books import read_books
 from longrope2.calibration.config import CalibrationConfig
-from longrope2.calibration.rule import conclude
-from longrope2.console import ProgressLine, say
-from longrope2.errors import DataError, FactorsError, LongRopeError
+from longrope2.calibration.rule import (
+    MeasuredDocument,
+    MeasuredLength,
+    MeasuredSide,
+    Recommendation,
+    recommend,
+)
+from longrope2.console import ConsoleTable, ProgressLine, say, warn
+from longrope2.errors import DataError, FactorsError, LongRopeError, MissingExtraError
 from longrope2.factors import RescaleFactors
-from longrope2.files import only_one, package_versions
+from longrope2.figures import draw_calibration
+from longrope2.files import check_writable, only_one, package_versions, refuse_foreign, write_json
+from longrope2.generation.saved import carries_factors, read_factors, store_switch_length
 from longrope2.journal import JournalFile
-from longrope2.models import LoadedModel, weights_fingerprint
+from longrope2.models import LoadedModel, check_factors, describe, load, load_tokenizer, weights_fingerprint
 from longrope2.needles import NeedleDocument, documents_digest, make_needles
 from longrope2.options import identity
 from longrope2.perplexity import Score, Scorer, scoring
 
-SCORES = "scores.jsonl"
+RESULT, SCORES = "calibration.json", "scores.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """What was measured, and the switch length that follows."""
+
+    factors: RescaleFactors
+    recommendation: Recommendation
+    points: tuple[MeasuredLength, ...]
+    model: str
+    revision: str
+    config: Mapping[str, Any]
+    dtype: str
+    versions: Mapping[str, str]
+
+    def to_json(self) -> dict[str, Any]:
+        """The content of calibration.json."""
+        return {
+            "method": self.factors.method,
+            "original_length": self.factors.original_length,
+            "target_length": self.factors.target_length,
+            **asdict(self.recommendation),
+            "points": [asdict(point) for point in self.points],
+            "model": self.model,
+            "revision": self.revision,
+            "config": dict(self.config),
+            "factors": self.factors.to_json(),
+            "dtype": self.dtype,
+            "versions": dict(self.versions),
+        }
+
+    def table(self) -> ConsoleTable:
+        """One row per length, and the conclusions below."""
+        rows = [
+            [
+                f"{point.length:,}",
+                *(
+                    text
+                    for side in (point.original, point.long)
+                    for text in (f"{side.nll:.3f}", f"{side.exact:.0%}", f"{side.worst:.0%}")
+                ),
+                f"{point.gain:+.3f} ± {point.gain_error:.3f}",
+            ]
+            for point in self.points
+        ]
+        measures = [f"{side} {what}" for side in ("original", "long") for what in ("NLL", "exact", "worst")]
+        return ConsoleTable(
+            f"{self.model}: answers of needle documents under the original RoPE and the long one "
+            f"({self.factors.method})",
+            ["tokens", *measures, "long better by"],
+            rows,
+            "NLL: nats per answer token; exact: answers right in every token; worst: the same at the depth where "
+            f"it is least; ±: one standard error over {self.config['documents']} documents\n"
+            + self.recommendation.in_words(),
+        )
 
 
 def calibrate(
+    model: str, config: CalibrationConfig, output: Path | None = None, *, factors: Path | None = None
+) -> Calibration:
+    """Measure the best length to switch at, with the factors of a file or the model's own.
+
+    The result goes into the folder `output`; a run that was interrupted goes on there.
+    """
+    given = None if factors is None else RescaleFactors.load(factors)
+    info = describe(model, original_length=given.original_length if given else None)
+    if config.store and (given is not None or not (Path(info.location) / "config.json").is_file()):
+        raise LongRopeError(
+            "--store writes into the config.json of a folder that has its own factors",
+            hint="leave out --store and pass the switch length to `longrope2 generate --switch-length`",
+        )
+    # Before an 8B model is loaded for nothing.
+    if given is not None:
+        require_switch(given)
+        check_factors(given, info)
+    elif not carries_factors(info):
+        raise FactorsError(f"no factors were given, and {model} has none of its own", hint="pass --factors FILE")
+    config.check(given.target_length if given else info.reading.window, load_tokenizer(info))
+    if output is not None:
+        refuse_foreign(output, "calibrate", RESULT, SCORES, beside=factors)
+        check_writable(output / RESULT)
+    loaded = load(info)
+    try:
+        result = measure(loaded, given or read_factors(info.reading), config, output)
+    except torch.OutOfMemoryError as error:
+        raise LongRopeError(
+            f"out of memory ({loaded.model.dtype} on {loaded.model.device})", hint="name shorter --lengths"
+        ) from error
+    if output is not None:
+        write_json(output / RESULT, result.to_json())
+        (output / SCORES).unlink(missing_ok=True)  # they are in the result
+        _draw(output, result)
+    if config.store:
+        store_switch_length(Path(info.location), result.recommendation.switch_length)
+        say(f"stored switch length {result.recommendation.switch_length:,} in {info.location}")
+    return result
+
+
+def measure(
     loaded: LoadedModel, factors: RescaleFactors, config: CalibrationConfig, output: Path | None = None
-) -> dict[str, Any]:
-    """Measure, and recommend a switch length; all of it as JSON values.
+) -> Calibration:
+    """Score both RoPEs at every length, and recommend a switch length.
 
     What is scored goes into the folder `output` at once, and is taken from there by a run that goes on.
     """
     require_switch(factors)
     config.check(factors.target_length, loaded.tokenizer)
-    subject = {
+    subject: dict[str, Any] = {
         "model": loaded.info.name,
         "revision": loaded.info.revision,
         "config": identity(config),
-        "factors": factors.to_json(),
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
     }
     lengths = config.all_lengths(factors)
@@ -49,7 +154,12 @@ def calibrate(
     progress = ProgressLine(sum(map(len, by_length.values())) * len(sides), "calibrate")
     points = []
     documents_made = documents_digest(document for made in by_length.values() for document in made)
-    header = {**subject, "weights": weights_fingerprint(loaded.info), "documents": documents_made}
+    header = {
+        **subject,
+        "factors": factors.to_json(),
+        "weights": weights_fingerprint(loaded.info),
+        "documents": documents_made,
+    }
     alone = only_one(output, "another process is calibrating there")
     with alone, closing(_Journal(output, header)) as journal, scoring(loaded.model, factors) as scorer:
         for length, documents in by_length.items():
@@ -63,15 +173,13 @@ def calibrate(
                     scores[side].append(journal.scores[key])
                     progress.advance(text=f"{length:,} tokens")
             points.append(_point(length, config.depths, scores))
-    return {
-        "method": factors.method,
-        "original_length": factors.original_length,
-        "target_length": factors.target_length,
-        **conclude(points, factors.original_length),
-        "points": points,
+    return Calibration(
+        factors=factors,
+        recommendation=recommend(points, factors.original_length),
+        points=tuple(points),
+        versions=package_versions("torch", "transformers"),
         **subject,
-        "versions": package_versions("torch", "transformers"),
-    }
+    )
 
 
 class _Journal(JournalFile):
@@ -142,36 +250,43 @@ def _score(scorer: Scorer, factors: RescaleFactors, document: NeedleDocument) ->
     return score
 
 
-def _point(length: int, depths: Sequence[float], scores: Mapping[str, list[Score]]) -> dict[str, Any]:
+def _point(length: int, depths: Sequence[float], scores: Mapping[str, list[Score]]) -> MeasuredLength:
     """One length: both sides, and their paired difference with its standard error."""
-    wanted = list(islice(cycle(depths), len(scores["long"])))  # as make_needles takes them
-    nll = {side: [score.nll / score.num_tokens for score in found] for side, found in scores.items()}
-    differences = [a - b for a, b in zip(nll["original"], nll["long"], strict=True)]
-    point: dict[str, Any] = {
-        "length": length,
-        "gain": statistics.fmean(differences),
-        "gain_error": statistics.stdev(differences) / math.sqrt(len(differences)),
-    }
-    for side, found in scores.items():
-        point[side] = {
-            "nll": statistics.fmean(nll[side]),
-            "nll_error": statistics.stdev(nll[side]) / math.sqrt(len(found)),
-            "exact": statistics.fmean(score.exact for score in found),
-            "worst": _worst_depth(wanted, found),
-            "by_document": [
-                {"depth": depth, "nll": value, "exact": score.exact}
-                for depth, value, score in zip(wanted, nll[side], found, strict=True)
-            ],
-        }
-    return point
-
-
-def _worst_depth(depths: Sequence[float], scores: Sequence[Score]) -> float:
-    """The least share of exact answers over the depths."""
-    return min(
-        statistics.fmean(score.exact for at, score in zip(depths, scores, strict=True) if at == depth)
-        for depth in set(depths)
+    sides = {side: _side(depths, found) for side, found in scores.items()}
+    pairs = zip(sides["original"].by_document, sides["long"].by_document, strict=True)
+    differences = [original.nll - long.nll for original, long in pairs]
+    return MeasuredLength(
+        length=length,
+        gain=statistics.fmean(differences),
+        gain_error=statistics.stdev(differences) / math.sqrt(len(differences)),
+        **sides,
     )
+
+
+def _side(depths: Sequence[float], scores: Sequence[Score]) -> MeasuredSide:
+    wanted = islice(cycle(depths), len(scores))  # as make_needles takes them
+    documents = tuple(
+        MeasuredDocument(depth=depth, nll=score.nll / score.num_tokens, exact=score.exact)
+        for depth, score in zip(wanted, scores, strict=True)
+    )
+    nll = [document.nll for document in documents]
+    return MeasuredSide(
+        nll=statistics.fmean(nll),
+        nll_error=statistics.stdev(nll) / math.sqrt(len(nll)),
+        exact=statistics.fmean(document.exact for document in documents),
+        worst=min(
+            statistics.fmean(document.exact for document in documents if document.depth == depth)
+            for depth in {document.depth for document in documents}
+        ),
+        by_document=documents,
+    )
+
+
+def _draw(output: Path, result: Calibration) -> None:
+    try:
+        draw_calibration(result.to_json(), output / "calibration.png")
+    except MissingExtraError as error:
+        warn(f"no figure: {error}")
 
 
 def _quiet(_: str) -> None:

@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
 
 from longrope2.console import warn
 
@@ -16,13 +15,69 @@ RETRIEVES = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
+class MeasuredDocument:
+    """The answer of one needle document."""
+
+    depth: float
+    nll: float
+    """Nats per answer token."""
+    exact: bool
+    """Whether every token of the answer was right."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredSide:
+    """One RoPE at one length."""
+
+    nll: float
+    nll_error: float
+    """One standard error over the documents."""
+    exact: float
+    """The share of exact answers."""
+    worst: float
+    """The same, at the depth where it is least."""
+    by_document: tuple[MeasuredDocument, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredLength:
+    """Both RoPEs at one length, on the same documents."""
+
+    length: int
+    gain: float
+    """The answer's NLL under the original RoPE less that under the long one."""
+    gain_error: float
+    original: MeasuredSide
+    long: MeasuredSide
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recommendation:
-    """A switch length, and how far the measurement can tell it from others."""
+    """A switch length, how far the measurement can tell it from others, and from where on which RoPE is good."""
 
     switch_length: int
-    lowest: int
-    highest: int
-    """From the lowest to the highest, every measured length is as good, within the error."""
+    as_good_from: int
+    as_good_to: int
+    """Every measured length between these is as good, within the error."""
+    original_stops: int | None
+    """Where the original RoPE stops retrieving."""
+    long_better_from: int | None
+
+    def in_words(self) -> str:
+        """The recommendation and what it rests on."""
+        lines = [
+            "the original RoPE retrieves at every measured length"
+            if self.original_stops is None
+            else f"the original RoPE stops retrieving at {self.original_stops:,} tokens",
+            "the long RoPE is not better at the longest measured length"
+            if self.long_better_from is None
+            else f"the long RoPE is better from {self.long_better_from:,} tokens on",
+            f"recommended switch length: {self.switch_length:,}",
+        ]
+        low, high = self.as_good_from, self.as_good_to
+        if low != high:
+            lines[-1] += f" (of the measured lengths, those from {low:,} to {high:,} are as good within the error)"
+        return "\n".join(lines)
 
 
 def is_more(difference: float, error: float) -> bool:
@@ -30,13 +85,13 @@ def is_more(difference: float, error: float) -> bool:
     return difference > CONFIDENCE * error + TOLERANCE
 
 
-def recommend(gains: Mapping[int, tuple[float, float]], original_length: int) -> Recommendation:
-    """The rule. `gains`: by length, the answer's NLL under the original RoPE less that under the long one.
+def choose(gains: Mapping[int, tuple[float, float]], original_length: int) -> tuple[int, int, int]:
+    """The rule: a switch length, and the lowest and highest of those around it that are as good.
 
-    Each gain comes with its standard error. A switch length S pays the original RoPE's NLL at the measured
-    lengths up to S and the long one's beyond. Of all measured lengths that are as good as the best one, within
-    the errors, the one nearest to the original window is taken: the paper's choice stands unless the numbers
-    speak against it.
+    `gains`: by length, the answer's NLL under the original RoPE less that under the long one, with its standard
+    error. A switch length S pays the original RoPE's NLL at the measured lengths up to S and the long one's beyond.
+    Of all measured lengths that are as good as the best one, within the errors, the one nearest to the original
+    window is taken: the paper's choice stands unless the numbers speak against it.
     """
     lengths = sorted(gains)
 
@@ -56,47 +111,29 @@ def recommend(gains: Mapping[int, tuple[float, float]], original_length: int) ->
     nearest = min(as_good, key=lambda length: abs(length - original_length))
     place = lengths.index(nearest)
     lowest, highest = ([*takewhile(as_good.__contains__, side)][-1] for side in (lengths[place::-1], lengths[place:]))
-    return Recommendation(switch_length=nearest, lowest=lowest, highest=highest)
+    return nearest, lowest, highest
 
 
-def conclude(points: Sequence[Mapping[str, Any]], original_length: int) -> dict[str, Any]:
+def recommend(points: Sequence[MeasuredLength], original_length: int) -> Recommendation:
     """The switch length, and from where on which RoPE is good; `points` are the measured lengths, rising."""
-    gains = {point["length"]: (point["gain"], point["gain_error"]) for point in points}
-    found = recommend(gains, original_length)
-    failing = [point["length"] for point in points if point["original"]["worst"] < RETRIEVES]
+    gains = {point.length: (point.gain, point.gain_error) for point in points}
+    switch_length, lowest, highest = choose(gains, original_length)
+    failing = [point.length for point in points if point.original.worst < RETRIEVES]
     better_from = None
     for length in sorted(gains, reverse=True):
         gain, error = gains[length]
         if not is_more(gain, error):
             break
         better_from = length
-    if failing and failing[0] == points[0]["length"]:
+    if failing and failing[0] == points[0].length:
         warn(
             f"under its original RoPE the model does not retrieve at {failing[0]:,} tokens, the shortest length "
             "measured: take the recommendation as a guess"
         )
-    return {
-        "switch_length": found.switch_length,
-        "as_good_from": found.lowest,
-        "as_good_to": found.highest,
-        "original_stops": failing[0] if failing else None,
-        "long_better_from": better_from,
-    }
-
-
-def in_words(result: Mapping[str, Any]) -> str:
-    """The recommendation in words."""
-    stops, better = result["original_stops"], result["long_better_from"]
-    lines = [
-        "the original RoPE retrieves at every measured length"
-        if stops is None
-        else f"the original RoPE stops retrieving at {stops:,} tokens",
-        "the long RoPE is not better at the longest measured length"
-        if better is None
-        else f"the long RoPE is better from {better:,} tokens on",
-        f"recommended switch length: {result['switch_length']:,}",
-    ]
-    low, high = result["as_good_from"], result["as_good_to"]
-    if low != high:
-        lines[-1] += f" (of the measured lengths, those from {low:,} to {high:,} are as good within the error)"
-    return "\n".join(lines)
+    return Recommendation(
+        switch_length=switch_length,
+        as_good_from=lowest,
+        as_good_to=highest,
+        original_stops=failing[0] if failing else None,
+        long_better_from=better_from,
+    )

@@ -1,6 +1,7 @@
 """`longrope2 export`: a model and its factors become what an engine serves."""
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from longrope2.console import say, warn
 from longrope2.errors import LongRopeError
 from longrope2.export.card import card, is_card, read_results
-from longrope2.export.config import ExportConfig, profile_of, profiled
+from longrope2.export.config import ExportConfig, Profile, profile_of, profiled
 from longrope2.export.engines import ENGINES, Format
 from longrope2.export.fold import QueryScale
 from longrope2.export.gguf import card_path, check_architecture, is_exported_file, write_file
@@ -25,9 +26,22 @@ from longrope2.models import describe
 PRECISIONS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """What was written, and where."""
+
+    path: Path
+    profile: Profile
+    dtype: str
+    factors: RescaleFactors
+    """As an engine should run the model, with how they were exported."""
+    faults: Mapping[str, str]
+    """By engine of this format, why it cannot run the export rightly; the others can."""
+
+
 def export(
     model: str, output: Path, config: ExportConfig, *, factors: RescaleFactors | str | Path | None = None
-) -> None:
+) -> Exported:
     """Write `model` with `factors`, or those it carries, for the engines of a format; see docs/serving.md."""
     config.check()
     source = SourceModel(describe(model))
@@ -64,13 +78,15 @@ def export(
                 name: PRECISIONS[config.dtype or _precision(tensor.dtype)] for name, tensor in source.tensors.items()
             }
             write_folder(source, exported, output, dtype=precision, dtypes=dtypes, change=change, card=text)
-    for engine in ENGINES.values():
-        fault = engine.fault(exported, source.info.reading.family)
-        if engine.format == config.format and fault:
-            warn(f"this export is not right in {engine.name}: {fault}")
+    family = source.info.reading.family
+    fitting = [engine for engine in ENGINES.values() if engine.format == config.format]
+    faults = {engine.name: fault for engine in fitting if (fault := engine.fault(exported, family))}
+    for name, fault in faults.items():
+        warn(f"this export is not right in {name}: {fault}")
     window = f"{exported.original_length:,} → {exported.target_length:,} tokens"
     say(f"wrote {output}: {profile_of(exported)}, {window}, {precision}")
     say(f"check it with: longrope2 verify {output}")
+    return Exported(path=output, profile=profile_of(exported), dtype=precision, factors=exported, faults=faults)
 
 
 def _check_outputs(output: Path, source: SourceModel, *, format: Format, force: bool) -> None:

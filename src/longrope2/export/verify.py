@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from longrope2.console import say, show_json, show_table
+from longrope2.console import ConsoleTable, say
 from longrope2.errors import LongRopeError
 from longrope2.export.config import VerifyConfig, profile_of
 from longrope2.export.engines import CONTEXT_STEP, ENGINES, LLAMA_CPP, Engine, short_context
@@ -64,28 +64,49 @@ class Finding:
     note: str = ""
 
 
-def verify(path: Path, config: VerifyConfig, *, as_json: bool = False) -> bool:
-    """Check an export, print what was found, and say whether nothing was wrong."""
+@dataclass(frozen=True)
+class Verification:
+    """What the engines made of an export."""
+
+    path: Path
+    factors: RescaleFactors
+    findings: tuple[Finding, ...]
+
+    @property
+    def is_right(self) -> bool:
+        """Whether nothing was wrong; engines that are not installed and known limits do not count."""
+        return not self.wrong
+
+    @property
+    def wrong(self) -> list[Finding]:
+        """What must not be."""
+        return [finding for finding in self.findings if finding.verdict in (WRONG, FAILED)]
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """The findings as JSON values."""
+        return [asdict(finding) for finding in self.findings]
+
+    def table(self) -> ConsoleTable:
+        """One row for each engine and mode, and the notes below."""
+        found, factors = self.findings, self.factors
+        title = (
+            f"{self.path}: {profile_of(factors)}, {factors.original_length:,} → {factors.target_length:,} tokens; "
+            "largest difference of log-probability from our own forward"
+        )
+        rows = [[f.engine, f.mode, "-" if f.max_error is None else f"{f.max_error:.1e}", f.verdict] for f in found]
+        notes = [f"{f.engine if f.mode == '-' else f'{f.engine}, {f.mode}'}: {f.note}" for f in found if f.note]
+        return ConsoleTable(title, ["engine", "mode", "max error", "verdict"], rows, "\n".join(notes))
+
+
+def verify(path: Path, config: VerifyConfig) -> Verification:
+    """Ask engines about an export, and compare their answers with our own."""
     reference = Reference(path)
-    found = findings(reference, config.engines)
-    if as_json:
-        show_json([asdict(finding) for finding in found])
-    else:
-        _show(path, reference.factors, found)
-    return all(finding.verdict not in (WRONG, FAILED) for finding in found)
-
-
-def findings(reference: Reference, engines: Sequence[str] = ()) -> list[Finding]:
-    """What engines make of an export.
-
-    `engines` are names, or NAME=PYTHON for one that lives in another environment; none means all that fit.
-    """
     # Engines first, and only then our own copy of the model: some take all memory of a GPU.
-    runs = [run for name, python in list(_chosen(reference.path, engines)) for run in _asked(reference, name, python)]
+    runs = [run for name, python in list(_chosen(path, config.engines)) for run in _asked(reference, name, python)]
     found = list(_config_finding(reference))
     for run in runs:
         found += run if isinstance(run, list) else _judge(reference, run)
-    return found
+    return Verification(path, reference.factors, tuple(found))
 
 
 def _chosen(path: Path, engines: Sequence[str]) -> Iterator[tuple[str, str | None]]:
@@ -258,13 +279,3 @@ def _tolerance(reference: Reference, answers: Sequence[Answer]) -> float:
     if not reference.is_rounded:
         return TOLERANCE
     return min(ROUNDED_TOLERANCE, *(error / 2 for error in reference.errors_of_faults(answers).values()))
-
-
-def _show(path: Path, factors: RescaleFactors, findings: Sequence[Finding]) -> None:
-    title = (
-        f"{path}: {profile_of(factors)}, {factors.original_length:,} → {factors.target_length:,} tokens; "
-        "largest difference of log-probability from our own forward"
-    )
-    rows = [[f.engine, f.mode, "-" if f.max_error is None else f"{f.max_error:.1e}", f.verdict] for f in findings]
-    notes = [f"{f.engine if f.mode == '-' else f'{f.engine}, {f.mode}'}: {f.note}" for f in findings if f.note]
-    show_table(title, ["engine", "mode", "max error", "verdict"], rows, caption="\n".join(notes))

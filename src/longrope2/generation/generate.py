@@ -1,9 +1,10 @@
-"""`longrope2 generate`: a prompt from anywhere, text on stdout, and on stderr what the switch cost."""
+"""`longrope2 generate`: a prompt from anywhere becomes text, with what the switch cost."""
 
 import logging
 import statistics
 import sys
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from transformers import TextStreamer
 from transformers.generation import stopping_criteria
 
-from longrope2.console import say, warn
+from longrope2.console import warn
 from longrope2.errors import DataError, LongRopeError
 from longrope2.factors import RescaleFactors
 from longrope2.generation.config import GenerateConfig
@@ -35,35 +36,63 @@ class _NoReminder(logging.Filter):
 NO_REMINDER = _NoReminder()
 
 
-class Listener(TextStreamer):
-    """Hears every token when it comes: notes the time, and prints at once if it is to stream."""
+@dataclass(frozen=True, kw_only=True)
+class Generated:
+    """A text, and how it came about."""
 
-    def __init__(self, tokenizer: Any, *, stream: bool) -> None:
+    text: str
+    remarks: tuple[str, ...]
+    """Times, and what happened at the switch, in words."""
+    interrupted: bool
+    """Whether the user stopped it."""
+
+
+class Listener(TextStreamer):
+    """Hears every token when it comes: notes the time, and passes text on at once if somebody wants it."""
+
+    def __init__(self, tokenizer: Any, on_text: Callable[[str], None] | None) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self._stream = stream
+        self._on_text = on_text
         self.times: list[float] = []
         """When the prompt went in, and when each new token came out."""
         self._tokens: list[int] = []
+
+    @property
+    def text(self) -> str:
+        """What was generated so far."""
+        return str(self.tokenizer.decode(self._tokens, skip_special_tokens=True))
 
     def put(self, value: torch.Tensor) -> None:
         """Take the prompt, then one new token a call."""
         if self.times:
             self._tokens += value.tolist()
         self.times.append(time.perf_counter())
-        if self._stream:
+        if self._on_text is not None:
             super().put(value)
 
     def end(self) -> None:
-        """Print what has not been printed yet."""
-        if self._stream:
+        """Pass on what was kept back until its word was whole."""
+        if self._on_text is not None:
             super().end()
-        else:
-            print(self.tokenizer.decode(self._tokens, skip_special_tokens=True), flush=True)
-            self._tokens = []
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Pass on a piece of text, with a newline after the last."""
+        assert self._on_text is not None
+        self._on_text(text + "\n" * stream_end)
 
 
-def run_generate(model: str, prompt: str, config: GenerateConfig, *, factors_file: Path | None) -> None:
-    """Everything that can be refused is refused before the weights are loaded."""
+def generate(
+    model: str,
+    prompt: str,
+    config: GenerateConfig,
+    *,
+    factors_file: Path | None = None,
+    on_text: Callable[[str], None] | None = None,
+) -> Generated:
+    """Continue a prompt; `on_text` gets the text piece by piece.
+
+    Everything that can be refused is refused before the weights are loaded.
+    """
     config.check()
     strategy, switch_length, allow_beyond = config.strategy, config.switch_length, config.allow_beyond
     factors = None if factors_file is None else RescaleFactors.load(factors_file)
@@ -92,7 +121,7 @@ def run_generate(model: str, prompt: str, config: GenerateConfig, *, factors_fil
         options["allow_beyond"] = allow_beyond
     stopping_criteria.logger.addFilter(NO_REMINDER)
     torch.manual_seed(config.sampling.seed)
-    listener = Listener(tokenizer, stream=config.stream)
+    listener = Listener(tokenizer, on_text)
     input_ids = torch.tensor([ids], device=live.device)
     end = live.generation_config.eos_token_id
     end = tokenizer.eos_token_id if end is None else end
@@ -123,9 +152,8 @@ def run_generate(model: str, prompt: str, config: GenerateConfig, *, factors_fil
             "the model's logits are not finite, so that nothing can be sampled",
             hint="its weights may be damaged, or too large for this dtype",
         ) from error
-    _tell(Timing(listener.times), len(ids), room, live.longrope2 if has_factors else None)
-    if interrupted:
-        raise KeyboardInterrupt
+    remarks = _remarks(Timing(listener.times), len(ids), room, live.longrope2 if has_factors else None)
+    return Generated(text=listener.text, remarks=tuple(remarks), interrupted=interrupted)
 
 
 def read_prompt(config: GenerateConfig, argument: str | None = None) -> str:
@@ -205,16 +233,16 @@ class Timing:
         return max(0.0, sum(busy) - usual * len(busy)), max(busy, default=0.0), usual
 
 
-def _tell(timing: Timing, prompt: int, room: int, switch: Switch | None) -> None:
+def _remarks(timing: Timing, prompt: int, room: int, switch: Switch | None) -> Iterator[str]:
     if not timing.gaps:
         return
     speed = timing.tokens_per_second
-    say(
+    yield (
         f"prompt of {prompt:,} tokens, first new one after {timing.gaps[0]:.2f} s; "
         f"{len(timing.gaps):,} new tokens" + ("" if speed is None else f", {speed:.1f} tokens/s")
     )
     if switch is not None:
-        say(_switch_note(timing, prompt, room, switch))
+        yield _switch_note(timing, prompt, room, switch)
 
 
 def _switch_note(timing: Timing, prompt: int, room: int, switch: Switch) -> str:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Container, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,8 @@ from longrope2.evaluation.config import EvaluationConfig, lengths_for
 from longrope2.evaluation.evaluate import run_evaluation
 from longrope2.export.config import ExportTable, VerifyConfig
 from longrope2.export.engines import ENGINES, Format
-from longrope2.export.reference import Reference
 from longrope2.export.run import export
-from longrope2.export.verify import FAILED, WRONG, findings
+from longrope2.export.verify import verify
 from longrope2.figures import length_label
 from longrope2.files import write_json, write_text
 from longrope2.models import ModelInfo, load, load_tokenizer, rescale_model, weights_fingerprint
@@ -313,14 +312,13 @@ def _verify(setting: Setting, exported: tuple[str, ...]) -> None:
     found = {}
     for place in exported:
         format: Format = "gguf" if place.endswith(".gguf") else "huggingface"
-        fitting = [engine for engine in engines if ENGINES[engine.partition("=")[0]].format == format]
+        fitting = tuple(engine for engine in engines if ENGINES[engine.partition("=")[0]].format == format)
         if fitting or not engines:
-            found[place] = [asdict(finding) for finding in findings(Reference(setting.folder / place), fitting)]
-    write_json(setting.folder / ledger.VERIFIED, found)
-    for place, lines in found.items():
-        for finding in lines:
-            if finding["verdict"] in (WRONG, FAILED):
-                warn(f"{place} in {finding['engine']}, {finding['mode']}: {finding['verdict']}. {finding['note']}")
+            found[place] = verify(setting.folder / place, VerifyConfig(engines=fitting))
+    write_json(setting.folder / ledger.VERIFIED, {place: result.to_json() for place, result in found.items()})
+    for place, result in found.items():
+        for finding in result.wrong:
+            warn(f"{place} in {finding.engine}, {finding.mode}: {finding.verdict}. {finding.note}")
 
 
 def _report(setting: Setting) -> None:
