@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from longrope2.files import package_versions, write_json
-from longrope2.memory import keep_freed_memory
+from longrope2.malloc import keep_freed_memory
 
 RESULTS = Path(__file__).parent.parent / "results" / "benchmarks"
 

@@ -24,7 +24,7 @@ from longrope2.books import read_books
 from longrope2.console import ProgressLine
 from longrope2.figures import figure
 from longrope2.files import package_versions, write_json
-from longrope2.memory import keep_freed_memory
+from longrope2.malloc import keep_freed_memory
 from longrope2.models import LoadedModel, describe, load
 from longrope2.needles import make_needles
 from longrope2.perplexity import scoring

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, CompileConfig, DynamicCache, Stat
 
 from conftest import FAMILY_OPTIONS, ORIGINAL_LENGTH, TARGET_LENGTH, family_model
 from longrope2.errors import FactorsError, LongRopeError
-from longrope2.generation import caches, run, saved
+from longrope2.generation import caches, saved, strategies
 from longrope2.generation.switch import load, switching
 from longrope2.rotary import rescaled
 from test_rotary import make_factors, through_transformers, tokens_of
@@ -238,7 +238,7 @@ class TestEndedRows:
             swapped.append(rows)
             caches.replace_rows(cache, rows, source)
 
-        monkeypatch.setattr(run, "replace_rows", replace_rows)
+        monkeypatch.setattr(strategies, "replace_rows", replace_rows)
         return swapped
 
     @pytest.mark.parametrize("strategy", ["recompute", "shadow"])

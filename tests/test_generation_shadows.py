@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longrope2.generation.shadows import Schedule
+from longrope2.generation.strategies import Schedule
 
 
 def simulate(crossings, chunk, prompt, end):

@@ -11,7 +11,7 @@ from longrope2.distributed import world
 from longrope2.evaluation.evaluate import BackendName, run_evaluation
 from longrope2.evaluation.results import RESULTS
 from longrope2.export.config import ExportConfig
-from longrope2.export.run import export
+from longrope2.export.export import export
 from longrope2.factors import RescaleFactors
 from longrope2.models import ModelInfo, describe, rescale_model
 from longrope2.models import load as load_model

@@ -28,7 +28,7 @@ from longrope2.errors import LongRopeError
 from longrope2.evaluation.config import EvaluationConfig
 from longrope2.export.config import ExportConfig, VerifyConfig
 from longrope2.generation.config import GenerateConfig
-from longrope2.memory import keep_freed_memory
+from longrope2.malloc import keep_freed_memory
 from longrope2.methods import ClosedForm
 from longrope2.options import FileName, Length, Stated, build, stated
 from longrope2.search.config import SearchConfig
@@ -550,7 +550,7 @@ def compare(runs: tuple[str, ...], output: Path | None, base: str | None, agains
 @options_of(ExportConfig)
 def export(model: str, output: Path, factors: Path | None, **options: Any) -> None:
     """Write an extended model for the engines people serve with."""
-    from longrope2.export.run import export
+    from longrope2.export.export import export
 
     export(model, output, build(ExportConfig, "export options", options), factors=factors)
 

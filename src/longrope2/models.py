@@ -1,9 +1,11 @@
 """A path, hub id or GGUF file becomes a description of its RoPE, and, when asked, a live model."""
 
+import copy
 import hashlib
 import json
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -233,6 +235,17 @@ def refused_config(name: str, error: Exception) -> ModelError:
     return ModelError(
         f"{name}: transformers cannot read its config ({reason})", hint="copy or download config.json again"
     )
+
+
+def live_config(config: Mapping[str, Any]) -> Any:
+    """A config.json as transformers holds it, which changes what it is given; ModelError for one that it refuses."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import CONFIG_MAPPING
+
+    try:
+        return CONFIG_MAPPING[config["model_type"]].from_dict(copy.deepcopy(dict(config)))
+    except (StrictDataclassError, KeyError, ValueError, TypeError) as error:
+        raise refused_config(f"this {config['model_type']} model", error) from error
 
 
 def head_dim(config: Any) -> int:

@@ -13,8 +13,8 @@ from conftest import FAMILY_OPTIONS, ORIGINAL_LENGTH, family_model
 from longrope2.errors import LongRopeError, ModelError
 from longrope2.export.config import Profile, profiled
 from longrope2.export.engines import forced_temperature
-from longrope2.export.fold import QueryScale
-from longrope2.export.serving_config import config_problems, serving_config, with_forced_temperature
+from longrope2.export.huggingface import config_problems, serving_config, with_forced_temperature
+from longrope2.export.weights import QueryScale
 from longrope2.families import read_config
 from longrope2.generation.saved import read_factors
 from longrope2.rotary import rescaled

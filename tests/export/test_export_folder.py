@@ -31,7 +31,7 @@ import longrope2
 from conftest import family_model
 from longrope2 import export_model as export
 from longrope2.errors import FactorsError, LongRopeError, ModelError
-from longrope2.export import huggingface, output, weights
+from longrope2.export import huggingface, weights
 from longrope2.factors import RescaleFactors
 from longrope2.files import atomic_folder
 from longrope2.models import ASSETS, describe, load, rescale_model
@@ -329,7 +329,7 @@ class TestOutput:
     @pytest.mark.parametrize("format", ["huggingface", "gguf"])
     def test_no_room_is_known_before_writing(self, tmp_path, monkeypatch, format):
         usage = namedtuple("usage", "total used free")
-        monkeypatch.setattr(output.shutil, "disk_usage", lambda _: usage(1 << 40, 1 << 40, 70 << 20))
+        monkeypatch.setattr(weights.shutil, "disk_usage", lambda _: usage(1 << 40, 1 << 40, 70 << 20))
         place = tmp_path / ("e" if format == "huggingface" else "e.gguf")
         with pytest.raises(LongRopeError, match=r"needs 7\d MB, and 73 MB are free there"):
             export("tiny", place, factors=tiny_factors(), format=format)

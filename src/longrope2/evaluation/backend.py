@@ -11,7 +11,7 @@ from longrope2.attention import our_attention
 from longrope2.errors import LongRopeError, require
 from longrope2.evaluation.decoding import RowsCache, one_token_each, rows_attention
 from longrope2.evaluation.suite import Prompt, TextSpan, cut_at_stop
-from longrope2.generation.run import Switch
+from longrope2.generation.strategies import Switch
 from longrope2.models import ModelInfo, cached_values, pretrained_source
 from longrope2.perplexity import LOGIT_ROWS, Score, head_logits, score_tokens, total
 

@@ -23,7 +23,7 @@ from longrope2.evaluation.suites import SUITES
 from longrope2.evaluation.table import run_tables
 from longrope2.factors import RescaleFactors
 from longrope2.files import check_writable, only_one, package_versions, refuse_foreign, write_json
-from longrope2.generation.saved import carries_factors, read_factors, told_factors
+from longrope2.generation.saved import carries_factors, read_factors, with_origin
 from longrope2.generation.switch import check_switch_length
 from longrope2.generation.switch import load as load_switching
 
@@ -223,7 +223,7 @@ def _backend(
 def _described(info: models.ModelInfo, factors: RescaleFactors | None) -> dict[str, Any] | None:
     """What rescales the model: factors, or what its own folder says; None for an original model."""
     if factors is None and carries_factors(info):
-        factors = told_factors(Path(info.location), read_factors(info.reading))
+        factors = with_origin(Path(info.location), read_factors(info.reading))
     if factors is not None:
         lengths = {"original_length": factors.original_length, "target_length": factors.target_length}
         return {"method": factors.method, **lengths, "critical_dimension": factors.critical_dimension}

@@ -17,14 +17,13 @@ from torch import Tensor
 from longrope2.console import ProgressLine
 from longrope2.errors import FactorsError, ModelError, require
 from longrope2.export.gguf_tokenizer import add_tokenizer
-from longrope2.export.output import check_room
-from longrope2.export.serving_config import live_config, serving_config
-from longrope2.export.weights import Change, SourceModel, cast
+from longrope2.export.huggingface import serving_config
+from longrope2.export.weights import Change, SourceModel, cast, check_room
 from longrope2.factors import RescaleFactors
 from longrope2.families import FULL_ATTENTION
 from longrope2.files import atomic_path, write_text
 from longrope2.gguf_model import AGAIN, FACTORS_KEY, model_of, unpermute
-from longrope2.models import head_dim
+from longrope2.models import head_dim, live_config
 
 if TYPE_CHECKING:
     import numpy as np

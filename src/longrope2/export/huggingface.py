@@ -1,5 +1,6 @@
-"""A plain transformers folder: config for every engine, sharded safetensors, tokenizer, factors, card."""
+"""A plain transformers folder: one config.json that every engine reads right, weights, tokenizer, factors, card."""
 
+import copy
 import json
 import os
 import shutil
@@ -10,15 +11,19 @@ from typing import Any
 import torch
 
 from longrope2.console import ProgressLine, warn
-from longrope2.errors import FactorsError, ModelError
+from longrope2.errors import FactorsError, LongRopeError, ModelError
 from longrope2.export.card import is_card
-from longrope2.export.output import check_room
-from longrope2.export.serving_config import is_export, serving_config
-from longrope2.export.weights import Change, SourceModel, cast
+from longrope2.export.engines import forced_temperature
+from longrope2.export.weights import Change, SourceModel, cast, check_room
 from longrope2.factors import RescaleFactors
+from longrope2.families import FULL_ATTENTION, SLIDING_ATTENTION, read_config
 from longrope2.files import atomic_folder, write_json, write_text
-from longrope2.generation.saved import FACTORS_FILE
+from longrope2.generation.saved import FACTORS_FILE, OWN_KEY, read_switch_length, write_factors
+from longrope2.models import head_dim, live_config
 
+EXPORT = "export"
+REPLACED = {"rope_parameters", "rope_scaling", "original_max_position_embeddings", OWN_KEY, "_name_or_path", "auto_map"}
+"""What an export writes anew or leaves out; all else of a model's config.json stays."""
 CARD = "README.md"
 SHARD_BYTES = 4 << 30
 COMPANIONS = (
@@ -126,3 +131,116 @@ def _write_tokenizer(source: SourceModel, folder: Path, factors: RescaleFactors)
     if isinstance(config.get("model_max_length"), int) and config["model_max_length"] < factors.target_length:
         config["model_max_length"] = factors.target_length
     write_json(file, config)
+
+
+def with_provenance(factors: RescaleFactors, export: Mapping[str, Any]) -> RescaleFactors:
+    """Factors that tell how they were exported; `is_export` knows them by that."""
+    return _changed(factors, provenance={**factors.provenance, EXPORT: dict(export)})
+
+
+def is_export(factors: RescaleFactors) -> bool:
+    """Whether factors come from an export, rather than from a training run or a search."""
+    return EXPORT in factors.provenance
+
+
+def with_forced_temperature(factors: RescaleFactors) -> RescaleFactors:
+    """What a model with folded weights is run with; raises where folding cannot be exact."""
+    if factors.short_attention_factor != factors.long_attention_factor:
+        raise LongRopeError(
+            f"the attention factors of short ({factors.short_attention_factor:g}) and long "
+            f"({factors.long_attention_factor:g}) sequences differ, and weights can hold only one",
+            hint="fold the temperature of --profile static-long, which has one",
+        )
+    forced = forced_temperature(factors)
+    return _changed(factors, short_attention_factor=forced, long_attention_factor=forced)
+
+
+def _changed(factors: RescaleFactors, **values: Any) -> RescaleFactors:
+    return RescaleFactors.from_json({**factors.to_json(), **values})
+
+
+def serving_config(source: Mapping[str, Any], factors: RescaleFactors, *, dtype: str) -> dict[str, Any]:
+    """The config.json of an export: `source` is the model's own, factors are those of the profile.
+
+    Engines read different keys for the same thing, so every key is written, and all agree. What has nothing to do
+    with RoPE stays as it is.
+    """
+    family = source["model_type"]
+    config = live_config(source)
+    # Another switch length than the original window is something that only `longrope2.load` knows. It was measured
+    # with the factors beside it, and says nothing of others.
+    before = read_config(source).rescaled
+    same = before is not None and (before.factors, before.long_factors) == (factors.short, factors.long)
+    switch_length = read_switch_length(config.to_dict()) if same and factors.switches else None
+    write_factors(config, factors, switch_length or factors.original_length)
+    written = config.to_dict()
+    nested = FULL_ATTENTION in written["rope_parameters"]
+    parameters = written["rope_parameters"][FULL_ATTENTION] if nested else written["rope_parameters"]
+    result = {name: value for name, value in source.items() if name not in REPLACED} | {
+        **{
+            name: written[name]
+            for name in ("architectures", "max_position_embeddings", "rope_parameters", OWN_KEY)
+            if name in written
+        },
+        "dtype": dtype,
+        "torch_dtype": dtype,  # before transformers 4.56
+        "head_dim": head_dim(config),  # several readers know no default
+        "rope_theta": factors.theta,
+        "rope_scaling": _legacy_parameters(family, parameters, factors),
+    }
+    if "partial_rotary_factor" in parameters:
+        result["partial_rotary_factor"] = parameters["partial_rotary_factor"]
+    if family == "gpt_neox":
+        result |= {"rotary_emb_base": factors.theta, "rotary_pct": parameters["partial_rotary_factor"]}
+    if nested:
+        result["rope_local_base_freq"] = written["rope_parameters"][SLIDING_ATTENTION]["rope_theta"]
+    # transformers 4 switches only where it stands at the top; vLLM takes it for the default window, which is right
+    # for `dual` alone. Phi-3 assumes 4096 where it is missing.
+    if family == "phi3" or factors.switches:
+        result["original_max_position_embeddings"] = factors.original_length
+    return result
+
+
+def _legacy_parameters(family: str, parameters: Mapping[str, Any], factors: RescaleFactors) -> dict[str, Any]:
+    """The `rope_scaling` of transformers 4 and mlx-lm; transformers 5 prefers it to rope_parameters, too."""
+    legacy = {"type": "longrope", **copy.deepcopy(dict(parameters))}
+    forced = forced_temperature(factors)
+    if family == "phi3" and factors.long_attention_factor == factors.short_attention_factor == forced:
+        # Phi-3 of transformers 4 accepts these three keys and no others. What it then assumes for the attention
+        # factor is right only here; elsewhere its refusal is better than a wrong temperature.
+        return {name: legacy[name] for name in ("type", "short_factor", "long_factor")}
+    return legacy
+
+
+def config_problems(config: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
+    """Which RoPE keys of an exported config are missing or differ from what an export writes, in words."""
+    problems = []
+    for key in ("rope_theta", "head_dim", "max_position_embeddings", "original_max_position_embeddings"):
+        problems += _difference(key, config.get(key), expected.get(key))
+    for key in ("partial_rotary_factor", "rope_local_base_freq", "rotary_emb_base", "rotary_pct"):
+        if key in expected:
+            problems += _difference(key, config.get(key), expected[key])
+    for key in ("rope_parameters", "rope_scaling"):
+        found, wanted = (_full_attention(source.get(key)) for source in (config, expected))
+        if found is None:
+            problems.append(f"{key} is missing")
+            continue
+        for name, value in wanted.items():
+            problems += _difference(f"{key}.{name}", found.get(name), value)
+    return problems
+
+
+def _full_attention(parameters: Any) -> Any:
+    return parameters.get(FULL_ATTENTION, parameters) if isinstance(parameters, Mapping) else None
+
+
+def _difference(name: str, found: Any, wanted: Any) -> list[str]:
+    if found == wanted:
+        return []
+    if found is None:
+        return [f"{name} is missing"]
+    if wanted is None:
+        return [f"{name} should not be there"]
+    if isinstance(wanted, list):
+        return [f"{name} differs from the factors"]
+    return [f"{name} is {found!r}, not {wanted!r}"]

@@ -13,12 +13,11 @@ import torch
 from longrope2.errors import FactorsError, ModelError
 from longrope2.export.engines import forced_temperature
 from longrope2.export.gguf import GGUFExport
-from longrope2.export.huggingface import is_exported_folder
-from longrope2.export.serving_config import live_config, serving_config
+from longrope2.export.huggingface import is_exported_folder, serving_config
 from longrope2.factors import RescaleFactors
 from longrope2.families import accept_mscales, read_config
 from longrope2.generation.saved import FACTORS_FILE, read_factors
-from longrope2.models import complete
+from longrope2.models import complete, live_config
 from longrope2.rotary import rescaled
 
 GIVE_EXPORT = "give an exported folder or a .gguf file; `longrope2 export` writes them"

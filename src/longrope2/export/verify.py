@@ -19,9 +19,9 @@ from longrope2.console import ConsoleTable, say
 from longrope2.errors import LongRopeError
 from longrope2.export.config import VerifyConfig, profile_of
 from longrope2.export.engines import CONTEXT_STEP, ENGINES, LLAMA_CPP, Engine, short_context
+from longrope2.export.huggingface import config_problems
 from longrope2.export.probes import probe
 from longrope2.export.reference import Answer, Reference
-from longrope2.export.serving_config import config_problems
 from longrope2.factors import RescaleFactors
 from longrope2.models import cached_values
 

@@ -1,8 +1,10 @@
-"""The weights of a model on disk, one tensor at a time: an 8B model is exported in the memory of one shard."""
+"""The weights of a model on their way from disk to an export, one tensor at a time: never a whole model in memory."""
 
 import json
 import math
-from collections.abc import Callable, Iterator
+import re
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,14 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longrope2.errors import ModelError
+from longrope2.errors import LongRopeError, ModelError
+from longrope2.families import FULL_ATTENTION, SLIDING_ATTENTION, read_config
 from longrope2.gguf_model import GGUFModel, open_gguf
-from longrope2.models import ModelInfo, load_tokenizer, pretrained_source
+from longrope2.models import ModelInfo, head_dim, live_config, load_tokenizer, pretrained_source
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 DOWNLOADED = ("*.safetensors", "*.json", "*.model", "*.jinja", "*.txt", "LICENSE*", "NOTICE*", "README.md")
 BUFFERS = ("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias")
 """What old checkpoints kept beside their weights, and models now make for themselves."""
+
+MARGIN = 64 << 20
+"""Bytes for tokenizer, config and the file system's own needs."""
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+NORMS = ("q_norm.", "q_layernorm.")
+PROJECTIONS = ("self_attn.q_proj.", "self_attn.qkv_proj.", "attention.query_key_value.")
 
 Change = Callable[[str, Tensor], Tensor]
 """What is done to a tensor of some name on its way into an export."""
@@ -160,3 +169,71 @@ def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
             hint="use --dtype bfloat16",
         )
     return result
+
+
+def check_room(output: Path, needed: int) -> None:
+    """Raise unless the disk has room for this many bytes."""
+    place = next(parent for parent in output.absolute().parents if parent.exists())
+    free = shutil.disk_usage(place).free
+    if free < needed + MARGIN:
+        raise LongRopeError(
+            f"{output}: the export needs {(needed + MARGIN) / 1e6:,.0f} MB, and {free / 1e6:,.0f} MB are free there",
+            hint="make room, name another disk with -o, or write a smaller --dtype",
+        )
+
+
+class QueryScale:
+    """The attention temperature, moved from RoPE into the weights that make queries, tensor by tensor.
+
+    Some engines multiply cos and sin by √(1 + ln s/ln L_train), whatever the config says. In the rotated dimensions
+    scores are then off by the square of (forced/wanted attention factor). Queries divided by that square bring them
+    back: exactly, apart from the rounding of the weights.
+    """
+
+    def __init__(self, config: Mapping[str, Any], names: Collection[str], factor: float) -> None:
+        live = live_config(config)
+        reading = read_config(config)
+        self._family = reading.family
+        self._num_heads = live.num_attention_heads
+        self._pattern = torch.ones(head_dim(live))
+        self._pattern[: reading.rope.rotary_dim] = factor
+        kinds = reading.layer_types
+        if self._family == "gemma3_text":  # sliding layers have a RoPE of their own
+            self._layers = {i for i, kind in enumerate(kinds) if kind == FULL_ATTENTION}
+        elif self._family == "cohere2":  # full layers have none
+            self._layers = {i for i, kind in enumerate(kinds) if kind == SLIDING_ATTENTION}
+        else:
+            rotates = getattr(live, "no_rope_layers", None) or [True] * len(kinds)  # SmolLM3; 1 means it rotates
+            self._layers = {i for i in range(len(kinds)) if rotates[i]}
+        # A norm would undo what is done to the projection before it.
+        self._parts = NORMS if any(part in name for name in names for part in NORMS) else PROJECTIONS
+        missing = self._layers - {self._layer(name) for name in names}
+        if missing:
+            raise ModelError(f"the weights that make the queries of layer {min(missing)} are not where they should be")
+
+    def __call__(self, name: str, tensor: Tensor) -> Tensor:
+        """The tensor of that name, in float32 where it was changed."""
+        if self._layer(name) is None:
+            return tensor
+        values = tensor.float()
+        if values.dim() == 2 and self._parts is NORMS:  # Cohere's: a row for each head
+            return values * self._pattern
+        rows = self._rows(name, len(values)).reshape(-1, *[1] * (values.dim() - 1))
+        if self._family == "gemma3_text":  # its norms multiply by 1 + weight
+            return (1 + values) * rows - 1
+        return values * rows
+
+    def _layer(self, name: str) -> int | None:
+        """The layer whose queries this tensor makes, if it does that."""
+        layer = LAYER.search(name)
+        if layer is None or int(layer[1]) not in self._layers or not any(part in name for part in self._parts):
+            return None
+        return int(layer[1])
+
+    def _rows(self, name: str, count: int) -> Tensor:
+        """What each row of a tensor is multiplied by."""
+        if "query_key_value" in name:  # per head: query, key, value
+            untouched = torch.ones(2, len(self._pattern))
+            return torch.cat((self._pattern[None], untouched)).flatten().repeat(self._num_heads)
+        queries = self._pattern.repeat(max(min(count // len(self._pattern), self._num_heads), 1))
+        return torch.cat((queries, torch.ones(count - len(queries))))

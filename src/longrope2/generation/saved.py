@@ -92,11 +92,11 @@ def read_factors(reading: RopeReading) -> RescaleFactors:
     )
 
 
-def told_factors(folder: Path, carried: RescaleFactors) -> RescaleFactors:
-    """The factors of a folder's config with what that cannot tell: their method, and where they come from."""
+def with_origin(folder: Path, carried: RescaleFactors) -> RescaleFactors:
+    """The factors that a folder's config carries, with what it cannot hold: their method, and where they come from."""
     file = folder / FACTORS_FILE
-    told = RescaleFactors.load(file) if file.is_file() else carried
-    return told if told.rotates_as(carried) else carried
+    whole = RescaleFactors.load(file) if file.is_file() else carried
+    return whole if whole.rotates_as(carried) else carried
 
 
 def read_switch_length(config: dict[str, Any]) -> int | None:

@@ -16,7 +16,7 @@ from longrope2.evaluation.evaluate import check_suites
 from longrope2.export.config import ExportTable, VerifyConfig, profiled
 from longrope2.export.engines import ENGINES
 from longrope2.export.gguf import ARCHITECTURES, check_architecture
-from longrope2.export.serving_config import with_forced_temperature
+from longrope2.export.huggingface import with_forced_temperature
 from longrope2.export.weights import SourceModel
 from longrope2.methods import rescale
 from longrope2.models import load_tokenizer, rescale_model

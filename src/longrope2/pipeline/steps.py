@@ -19,7 +19,7 @@ from longrope2.evaluation.config import EvaluationConfig, lengths_for
 from longrope2.evaluation.evaluate import run_evaluation
 from longrope2.export.config import ExportTable, VerifyConfig
 from longrope2.export.engines import ENGINES, Format
-from longrope2.export.run import export
+from longrope2.export.export import export
 from longrope2.export.verify import verify
 from longrope2.figures import length_label
 from longrope2.files import write_json, write_text

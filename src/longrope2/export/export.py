@@ -1,6 +1,7 @@
 """`longrope2 export`: a model and its factors become what an engine serves."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,15 +13,12 @@ from longrope2.errors import LongRopeError
 from longrope2.export.card import card, is_card, read_results
 from longrope2.export.config import ExportConfig, Profile, profile_of, profiled
 from longrope2.export.engines import ENGINES, Format
-from longrope2.export.fold import QueryScale
 from longrope2.export.gguf import card_path, check_architecture, is_exported_file, write_file
-from longrope2.export.huggingface import is_exported_folder, write_folder
-from longrope2.export.output import check_output, room_ends
-from longrope2.export.serving_config import with_forced_temperature, with_provenance
-from longrope2.export.weights import SourceModel
+from longrope2.export.huggingface import is_exported_folder, with_forced_temperature, with_provenance, write_folder
+from longrope2.export.weights import QueryScale, SourceModel
 from longrope2.factors import RescaleFactors
 from longrope2.files import package_versions
-from longrope2.generation.saved import carries_factors, read_factors, told_factors
+from longrope2.generation.saved import carries_factors, read_factors, with_origin
 from longrope2.models import describe
 
 PRECISIONS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -112,7 +110,7 @@ def _factors(source: SourceModel, given: RescaleFactors | str | Path | None, *, 
                 f"{info.name} carries no factors, and none were given",
                 hint="add --factors FILE; `longrope2 search` and `longrope2 factors` write such files",
             )
-        return told_factors(source.folder, carried) if source.folder else carried
+        return with_origin(source.folder, carried) if source.folder else carried
     factors = RescaleFactors.given(given)
     # The original window is theirs to tell, where a config is silent or wrong about it.
     factors.check_fits(replace(info.rope, original_length=factors.original_length), info.name)
@@ -142,3 +140,39 @@ def _public_name(model: str) -> str:
 def _source_card(source: SourceModel) -> str | None:
     file = source.folder / "README.md" if source.folder else None
     return file.read_text(encoding="utf-8", errors="replace") if file and file.is_file() else None
+
+
+def check_output(output: Path, *, source: str, force: bool, is_folder: bool, is_ours: Callable[[Path], bool]) -> None:
+    """Raise unless `output` may be written: it is free, or an earlier export and `force` is given."""
+    if output.exists() and Path(source).exists() and Path(source).resolve().is_relative_to(output.resolve()):
+        raise LongRopeError(f"{output} is the model itself, or holds it", hint="write the export to another place")
+    if is_folder and output.is_dir() and (output.is_mount() or Path.cwd().is_relative_to(output.resolve())):
+        raise LongRopeError(
+            f"{output} is a mount point, or the folder that you are in: it cannot be replaced as a whole",
+            hint=f"name a folder in it, such as -o {output / 'model'}",
+        )
+    if not output.exists() or (is_folder and output.is_dir() and not any(output.iterdir())):
+        return
+    if is_folder != output.is_dir():
+        raise LongRopeError(f"{output} is a {'file' if is_folder else 'folder'}", hint="name another place with -o")
+    if not is_ours(output):
+        raise LongRopeError(
+            f"{output} is not an export of longrope2, and is never replaced", hint="name another place with -o"
+        )
+    if not force:
+        raise LongRopeError(f"{output} exists already", hint="--force replaces it")
+
+
+@contextmanager
+def room_ends(output: Path) -> Iterator[None]:
+    """Tell of a disk that fills up, or a quota that is met, on the way; safetensors and numpy call it no ENOSPC."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # the system's own words, with the path
+        raise LongRopeError(
+            f"{output}: cannot be written ({error})", hint="make room, or name another disk with -o"
+        ) from error
