@@ -1,6 +1,7 @@
 """Every method against transformers' own rope functions, published factors, and its promises."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -201,4 +202,14 @@ def test_short_side_keeps_what_the_model_already_does():
 
 def test_methods_are_documented_where_they_stand():
     for name, method in METHODS.items():
-        assert method.__doc__, name
+        assert method.rescaling.__doc__, name
+
+
+def test_the_table_of_methods_in_the_docs():
+    """Name, formula and attention factor, as each row of METHODS states them."""
+    text = (Path(__file__).parents[1] / "docs" / "concepts.md").read_text()
+    assert [line for line in methods_table() if line not in text.splitlines()] == []
+
+
+def methods_table():
+    return [f"| `{name}` | {method.formula} | {method.temperature} |" for name, method in METHODS.items()]

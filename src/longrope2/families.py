@@ -6,7 +6,7 @@ Only families in the table below are extended: an unknown layout is refused, nev
 import logging
 import math
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,45 +14,133 @@ from longrope2.errors import ModelError
 from longrope2.methods import longrope_temperature, ntk_by_parts, yarn, yarn_temperature
 from longrope2.rope import RopeSpec
 
+FULL_ATTENTION = "full_attention"
+SLIDING_ATTENTION = "sliding_attention"
+FullLayers = Callable[[Mapping[str, Any], int], Container[int]]
+"""From a config and the number of layers: those that see everything, where the config does not list them."""
+
 
 @dataclass(frozen=True)
 class Family:
-    """What transformers assumes where a config.json of this family is silent."""
+    """What transformers assumes where a config.json of this family is silent, and what is odd about its models."""
 
     window: int
+    examples: str
+    """Models of this family, for the docs."""
     theta: float = 10_000.0
     theta_key: str = "rope_theta"
     partial_rotary: float = 1.0
+    partial_key: str = "partial_rotary_factor"
     head_dim: int | None = None
     sliding_window: int | None = None
+    slides_if_asked: bool = False
+    """Whether it names a sliding window that takes effect only when a second key switches it on."""
+    full_layers: FullLayers | None = None
+    """Its rule, if not all layers slide."""
     original_window: int | None = None
     """Phi-3 alone keeps it beside the RoPE parameters, where it overrides them."""
+    inside: str | None = None
+    """The model_type of larger models whose text_config is of this family."""
+    rotates: str | None = None
+    """The kind of attention of the only layers that these factors act on; None for all that rotate."""
+    norms_add_one: bool = False
+    """Whether its norms multiply by 1 + weight."""
+    legacy_keys: tuple[str, ...] | None = None
+    """All that `rope_scaling` may hold in transformers 4, at the temperature which it then assumes."""
+    remark: str | None = None
+    """What a user should know before extending such a model."""
 
 
+def _first_layers(config: Mapping[str, Any], count: int) -> Container[int]:
+    return range(min(config.get("max_window_layers", 28), count))
+
+
+def _odd_and_last_layers(config: Mapping[str, Any], count: int) -> Container[int]:
+    return {i for i in range(count) if i % 2 or i >= config.get("max_window_layers", 28)}
+
+
+def _odd_layers(config: Mapping[str, Any], count: int) -> Container[int]:
+    return range(1, count, 2)
+
+
+def _last_of_every(default: int) -> FullLayers:
+    def full_layers(config: Mapping[str, Any], count: int) -> Container[int]:
+        pattern = config.get("sliding_window_pattern", default)
+        return range(pattern - 1, count, pattern)
+
+    return full_layers
+
+
+def _layers_with_rope(config: Mapping[str, Any], count: int) -> Container[int]:
+    """Only those without RoPE slide."""
+    every = config.get("no_rope_layer_interval", 4)
+    rotates = config.get("no_rope_layers") or [(i + 1) % every for i in range(count)]
+    return {i for i, has_rope in enumerate(rotates) if has_rope}
+
+
+# One row is all that a family takes here; a test model in tests/conftest.py compares it with transformers. Engines
+# beyond transformers list the families that they were tried with: export/engines.py, export/gguf.py.
 FAMILIES: Mapping[str, Family] = {
-    "llama": Family(2048),
-    "mistral": Family(131072, sliding_window=4096),
-    "mixtral": Family(131072, theta=1_000_000.0),
-    "qwen2": Family(32768, sliding_window=4096),
-    "qwen2_moe": Family(32768, sliding_window=4096),
-    "qwen3": Family(32768, head_dim=128, sliding_window=4096),
-    "qwen3_moe": Family(32768, sliding_window=4096),
-    "phi": Family(2048, partial_rotary=0.5),
-    "phi3": Family(4096, original_window=4096),
-    "gpt_neox": Family(2048, theta_key="rotary_emb_base", partial_rotary=0.25),
-    "gemma": Family(8192, head_dim=256),
-    "gemma2": Family(8192, head_dim=256, sliding_window=4096),
-    "gemma3_text": Family(131072, theta=1_000_000.0, head_dim=256, sliding_window=4096),
-    "olmo2": Family(2048),
-    "granite": Family(2048),
-    "stablelm": Family(4096, partial_rotary=0.25),
-    "glm": Family(131072, partial_rotary=0.5, head_dim=128),
-    "glm4": Family(131072, partial_rotary=0.5, head_dim=128),
-    "cohere": Family(8192, theta=500_000.0),
-    "cohere2": Family(8192, sliding_window=4096),
-    "starcoder2": Family(4096),
-    "smollm3": Family(32768, theta=2_000_000.0),
-    "gpt_oss": Family(131072, theta=150_000.0, head_dim=64, sliding_window=128),
+    "llama": Family(2048, "LLaMA, SmolLM2, Yi"),
+    "mistral": Family(131072, "Mistral, Mistral Nemo", sliding_window=4096),
+    "mixtral": Family(131072, "Mixtral", theta=1_000_000.0),
+    "qwen2": Family(32768, "Qwen 2, Qwen 2.5", sliding_window=4096, slides_if_asked=True, full_layers=_first_layers),
+    "qwen2_moe": Family(
+        32768,
+        "Qwen 1.5 MoE, Qwen 2 57B",
+        sliding_window=4096,
+        slides_if_asked=True,
+        full_layers=_odd_and_last_layers,
+    ),
+    "qwen3": Family(
+        32768, "Qwen 3", head_dim=128, sliding_window=4096, slides_if_asked=True, full_layers=_first_layers
+    ),
+    "qwen3_moe": Family(32768, "Qwen 3 30B", sliding_window=4096, slides_if_asked=True),
+    "phi": Family(2048, "Phi-1, Phi-2", partial_rotary=0.5),
+    "phi3": Family(
+        4096,
+        "Phi-3, Phi-3.5, Phi-4",
+        original_window=4096,
+        legacy_keys=("type", "short_factor", "long_factor"),
+    ),
+    "gpt_neox": Family(2048, "Pythia", theta_key="rotary_emb_base", partial_rotary=0.25, partial_key="rotary_pct"),
+    "gemma": Family(8192, "Gemma", head_dim=256),
+    "gemma2": Family(8192, "Gemma 2", head_dim=256, sliding_window=4096, full_layers=_odd_layers),
+    "gemma3_text": Family(
+        131072,
+        "Gemma 3; only its full-attention layers are rescaled",
+        theta=1_000_000.0,
+        head_dim=256,
+        sliding_window=4096,
+        full_layers=_last_of_every(6),
+        inside="gemma3",
+        rotates=FULL_ATTENTION,  # the sliding ones have a RoPE of their own
+        norms_add_one=True,
+    ),
+    "olmo2": Family(2048, "OLMo 2"),
+    "granite": Family(2048, "Granite 3"),
+    "stablelm": Family(4096, "StableLM", partial_rotary=0.25),
+    "glm": Family(131072, "GLM-4 9B", partial_rotary=0.5, head_dim=128),
+    "glm4": Family(131072, "GLM-4 0414", partial_rotary=0.5, head_dim=128),
+    "cohere": Family(8192, "Command R", theta=500_000.0),
+    "cohere2": Family(
+        8192,
+        "Command R7B, Command A",
+        sliding_window=4096,
+        full_layers=_last_of_every(4),
+        rotates=SLIDING_ATTENTION,
+        remark="its full-attention layers have no RoPE; factors act on the sliding ones only",
+    ),
+    "starcoder2": Family(4096, "StarCoder 2"),
+    "smollm3": Family(32768, "SmolLM3", theta=2_000_000.0, slides_if_asked=True, full_layers=_layers_with_rope),
+    "gpt_oss": Family(
+        131072,
+        "GPT-OSS, dequantised",
+        theta=150_000.0,
+        head_dim=64,
+        sliding_window=128,
+        full_layers=_odd_layers,
+    ),
 }
 
 # Well-known models without rotary embeddings: the refusal can say so, rather than "unknown".
@@ -62,8 +150,6 @@ WITHOUT_ROPE = {
 }  # fmt: skip
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
-FULL_ATTENTION = "full_attention"
-SLIDING_ATTENTION = "sliding_attention"
 LONG_MSCALE, SHORT_MSCALE = "long_mscale", "short_mscale"
 """The attention factor of each side, as vLLM and SGLang call it; transformers has only one, for both."""
 
@@ -113,8 +199,9 @@ class RopeReading:
 def read_config(config: Mapping[str, Any], *, original_length: int | None = None) -> RopeReading:
     """Read a config.json, of transformers 4 or 5; `original_length` overrides what it says or implies."""
     family = config.get("model_type")
-    if family == "gemma3" and isinstance(config.get("text_config"), Mapping):
-        return read_config({"model_type": "gemma3_text", **config["text_config"]}, original_length=original_length)
+    inner = next((name for name, row in FAMILIES.items() if row.inside is not None and row.inside == family), None)
+    if inner is not None and isinstance(config.get("text_config"), Mapping):
+        return read_config({"model_type": inner, **config["text_config"]}, original_length=original_length)
     if not isinstance(family, str) or family not in FAMILIES:
         raise _refusal(family, config)
     if config.get("use_bidirectional_attention"):
@@ -153,8 +240,8 @@ def _read(config: Mapping[str, Any], family: str, original_length: int | None) -
             f"every layer attends to a sliding window of {sliding_window:,} tokens: "
             "rescaled RoPE cannot carry information further in one layer"
         )
-    if family == "cohere2":
-        remarks.append("its full-attention layers have no RoPE; factors act on the sliding ones only")
+    if defaults.remark:
+        remarks.append(defaults.remark)
     return RopeReading(
         family=family,
         rope=rope,
@@ -312,37 +399,17 @@ def _yarn_attention(parameters: Mapping[str, Any], factor: float) -> float:
 def _layers(config: Mapping[str, Any], defaults: Family) -> tuple[tuple[str, ...], int | None]:
     """Each layer's kind of attention, and the sliding window where there is one."""
     count = _positive_int(config, "num_hidden_layers")
-    family = config["model_type"]
     span = config.get("sliding_window", defaults.sliding_window)
-    # Qwen and SmolLM3 name a window that takes effect only when a second key switches it on.
-    if not config.get("use_sliding_window", not family.startswith(("qwen", "smollm3"))):
+    if not config.get("use_sliding_window", not defaults.slides_if_asked):
         span = None
     if not span:
         return (FULL_ATTENTION,) * count, None
     if isinstance(config.get("layer_types"), list):
         kinds = tuple(map(str, config["layer_types"]))
     else:
-        full = _full_layers(config, family, count)
+        full = defaults.full_layers(config, count) if defaults.full_layers else ()
         kinds = tuple(FULL_ATTENTION if i in full else SLIDING_ATTENTION for i in range(count))
     return kinds, int(span) if SLIDING_ATTENTION in kinds else None
-
-
-def _full_layers(config: Mapping[str, Any], family: str, count: int) -> Container[int]:
-    """Which layers see everything, by each family's own rule, when a config does not list them."""
-    if family in ("qwen2", "qwen3"):
-        return range(min(config.get("max_window_layers", 28), count))
-    if family == "qwen2_moe":
-        return {i for i in range(count) if i % 2 or i >= config.get("max_window_layers", 28)}
-    if family == "smollm3":  # only layers without RoPE slide
-        every = config.get("no_rope_layer_interval", 4)
-        rotates = config.get("no_rope_layers") or [(i + 1) % every for i in range(count)]
-        return {i for i, has_rope in enumerate(rotates) if has_rope}
-    if family in ("gemma2", "gpt_oss"):
-        return range(1, count, 2)
-    if family in ("gemma3_text", "cohere2"):
-        pattern = config.get("sliding_window_pattern", 6 if family == "gemma3_text" else 4)
-        return range(pattern - 1, count, pattern)
-    return ()  # mistral, phi3, starcoder2, qwen3_moe: all layers slide
 
 
 def _positive_int(config: Mapping[str, Any], key: str, default: int | None = None) -> int:

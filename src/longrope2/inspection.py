@@ -47,9 +47,7 @@ class Inspection:
         """One row per dimension."""
         # Methods that a narrow terminal cannot hold are in --json; the best known ones come first.
         room = (terminal_width() - 42) // 11
-        preferred = ["pi", "ntk", "yarn", "llama3", "ntk-rcd", "yarn-rcd"]
-        names = preferred + [name for name in self.methods if name not in preferred]
-        names = names[: max(room, 2)]
+        names = sorted(self.methods, key=lambda name: not METHODS[name].well_known)[: max(room, 2)]
         marks = {self.ten_period_dimension: " ten", self.critical_dimension: " tcd"}  # tcd where they are the same
         rows = [
             [

@@ -147,18 +147,54 @@ def longrope2(
     return Rescaling(ntk_below(right[0], c) + right, attention_factor, c)
 
 
-METHODS: Mapping[str, Callable[..., Rescaling]] = {
-    "none": no_rescaling,
-    "pi": position_interpolation,
-    "ntk": ntk,
-    "ntk-aware": ntk_aware,
-    "dynamic-ntk": dynamic_ntk,
-    "ntk-by-parts": ntk_by_parts,
-    "yarn": yarn,
-    "llama3": llama3,
-    "ntk-rcd": ntk_rcd,
-    "yarn-rcd": yarn_rcd,
-    "longrope2": longrope2,
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """A closed form: what `factors`, `inspect`, the search and the docs know of it."""
+
+    rescaling: Callable[..., Rescaling]
+    """From a RopeSpec, the target length and options of its own."""
+    formula: str
+    """λ_i in words: s = L/L_train, b the base, d the rotary dimension, c = d_rcd."""
+    temperature: str = "1"
+    """Its attention factor in words."""
+    well_known: bool = False
+    """Whether `inspect` shows it where a terminal has no room for all."""
+
+
+METHODS: Mapping[str, Method] = {
+    "none": Method(rescaling=no_rescaling, formula="1: the untouched model"),
+    "pi": Method(rescaling=position_interpolation, formula="s", well_known=True),
+    "ntk": Method(
+        rescaling=ntk,
+        formula="(b'/b)^(2i/d) with the paper's b' = b^(ln(L/2π)/ln(L_train/2π))",
+        well_known=True,
+    ),
+    "ntk-aware": Method(rescaling=ntk_aware, formula="s^(2i/(d−2)): only the last dimension reaches s"),
+    "dynamic-ntk": Method(rescaling=dynamic_ntk, formula="base b·(s·l/L_train − (s−1))^(d/(d−2)) at current length l"),
+    "ntk-by-parts": Method(
+        rescaling=ntk_by_parts,
+        formula="1 above 32 rotations within L_train, s below one, 1/λ blended by rotations in between",
+    ),
+    "yarn": Method(
+        rescaling=yarn,
+        formula="1/λ blended over the index, from 32 rotations to one",
+        temperature="0.1·ln s + 1",
+        well_known=True,
+    ),
+    "llama3": Method(
+        rescaling=llama3,
+        formula="as ntk-by-parts, with the blend between four rotations and one",
+        well_known=True,
+    ),
+    "ntk-rcd": Method(rescaling=ntk_rcd, formula="s^(i/c), c = d_rcd", well_known=True),
+    "yarn-rcd": Method(
+        rescaling=yarn_rcd, formula="YaRN's ramp, ending at c", temperature="0.1·ln s + 1", well_known=True
+    ),
+    "longrope2": Method(
+        rescaling=longrope2,
+        formula="λ_c^(i/c) below c; the given factors from c on",
+        temperature="given, default 1",
+    ),
 }
 
 
@@ -213,14 +249,14 @@ def rescale(
             f"target length {target_length:,} is not above the trained window of {spec.original_length:,}",
             hint="choose a longer target; within its window the model needs no rescaling",
         )
-    accepted = set(inspect.signature(METHODS[method]).parameters) - {"spec", "target_length"}
+    accepted = set(inspect.signature(METHODS[method].rescaling).parameters) - {"spec", "target_length"}
     unknown = sorted(set(options) - accepted)
     if unknown:
         raise FactorsError(
             f"method {method!r} takes no {', '.join(unknown)}",
             hint=f"it takes: {', '.join(sorted(accepted))}" if accepted else "it takes no options",
         )
-    rescaling = METHODS[method](spec, target_length, **options)
+    rescaling = METHODS[method].rescaling(spec, target_length, **options)
     return RescaleFactors(
         method=method,
         rotary_dim=spec.rotary_dim,

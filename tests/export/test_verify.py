@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,7 +27,16 @@ from longrope2.cli import cli, main
 from longrope2.errors import LongRopeError
 from longrope2.export import verify as verifying
 from longrope2.export.config import VerifyConfig, profiled
-from longrope2.export.engines import ENGINES, LLAMA_CPP, MLX, TRANSFORMERS, VLLM, forced_temperature, guidance
+from longrope2.export.engines import (
+    ENGINES,
+    LLAMA_CPP,
+    MLX,
+    TRANSFORMERS,
+    VLLM,
+    forced_temperature,
+    guidance,
+    verifiable,
+)
 from longrope2.export.probes import probe
 from longrope2.export.reference import Reference
 from longrope2.export.verify import verify
@@ -49,7 +59,7 @@ class Server:
 @pytest.fixture
 def in_process(monkeypatch):
     """Run probes here: starting Python and importing transformers once more takes seconds."""
-    monkeypatch.setattr(verifying, "_ask", lambda engine, _, job: probe.ENGINES[engine.name](job))
+    monkeypatch.setattr(verifying, "_ask", lambda engine, _, job: engine.probe(job))
 
 
 @pytest.fixture(scope="module")
@@ -237,11 +247,11 @@ class TestEngines:
         factors = tiny_factors(**TWO_TEMPERATURES)
         long = {"factors": factors, "length": WINDOW + 1, "capacity": WINDOW}
         short = {"factors": factors, "length": 8, "capacity": EXTENDED}
-        sides = {name: (engine.is_long(**long), engine.is_long(**short)) for name, engine in ENGINES.items()}
+        sides = {name: (engine.is_long(**long), engine.is_long(**short)) for name, engine in verifiable().items()}
         assert sides == {
             "transformers": (True, False), "vllm": (False, True), "llama.cpp": (False, True), "mlx": (True, True),
         }  # fmt: skip
-        assert [engine.name for engine in ENGINES.values() if engine.fault(factors, "llama")] == [
+        assert [name for name, engine in verifiable().items() if engine.fault(factors, "llama")] == [
             "transformers",
             "mlx",
         ]
@@ -268,6 +278,16 @@ class TestEngines:
         plain = profiled(tiny_factors(), "static-long")
         assert "long factors" in {name: text for name, _, text in guidance(plain, "llama", "m", "huggingface")}["TGI"]
 
+    def test_the_docs_say_what_each_does(self):
+        assert undocumented() == []
+
+
+def undocumented():
+    """Engines without a row in the table of docs/serving.md."""
+    lines = (Path(__file__).parents[2] / "docs" / "serving.md").read_text().splitlines()
+    rows = [line.split("|")[1].strip(" `") for line in lines if line.startswith("| ")]
+    return [engine.title for engine in ENGINES.values() if not any(row.startswith(engine.title) for row in rows)]
+
 
 class TestCommands:
     def test_export_and_verify(self, tmp_path, monkeypatch):
@@ -291,7 +311,7 @@ class TestCommands:
         (tmp_path / "xllamacpp.py").write_text(STUCK_WHEN_DELETED)
         job = {"path": "m.gguf", "capacity": 256, "threads": 1, "temperature_ratio": 1.0, "prompts": [[1, 2]]}
         (tmp_path / "job.json").write_text(json.dumps(job))
-        command = [sys.executable, probe.__file__, "llama.cpp", tmp_path / "job.json", tmp_path / "answers.json"]
+        command = [sys.executable, probe.__file__, "ask_llama_cpp", tmp_path / "job.json", tmp_path / "answers.json"]
         subprocess.run(command, env=os.environ | {"PYTHONPATH": str(tmp_path)}, check=True, timeout=30)
         assert json.loads((tmp_path / "answers.json").read_text())["answers"] == [
             {"tokens": [7], "logprobs": {"7": -0.5}}

@@ -14,7 +14,6 @@ from longrope2 import describe, export_model, extend, ledger, load, train
 from longrope2.cli import cli
 from longrope2.errors import LongRopeError
 from longrope2.export import verify
-from longrope2.export.probes import probe
 from longrope2.factors import RescaleFactors
 from longrope2.files import atomic_path
 from longrope2.ledger import Ledger
@@ -45,7 +44,7 @@ def recipe(place):
 def whole(place, recipe, one_thread):
     """A run that nobody disturbed; engines are asked here, since tests/export/test_verify.py asks in processes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verify, "_ask", lambda engine, _, job: probe.ENGINES[engine.name](job))
+        patch.setattr(verify, "_ask", lambda engine, _, job: engine.probe(job))
         extend(None, place / "whole", config=recipe, cache=place / "cache")
     return place / "whole"
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from longrope2.errors import LongRopeError, all_problems
-from longrope2.export.engines import ENGINES, Format
+from longrope2.export.engines import Format, verifiable
 from longrope2.factors import RescaleFactors
 from longrope2.options import FileName, broken_limits, option, stated, wrong_types
 
@@ -66,7 +66,7 @@ class VerifyConfig:
 
     engines: tuple[str, ...] = option(
         (),
-        f"{' or '.join(', '.join(ENGINES).rsplit(', ', 1))}, in this or another environment; may be repeated. "
+        f"{' or '.join(', '.join(verifiable()).rsplit(', ', 1))}, in this or another environment; may be repeated. "
         "Default: all found.",
         flag="--engine",
         metavar="NAME[=PYTHON]",

@@ -12,7 +12,7 @@ from longrope2.console import say, warn
 from longrope2.errors import LongRopeError
 from longrope2.export.card import card, is_card, read_results
 from longrope2.export.config import ExportConfig, Profile, profile_of, profiled
-from longrope2.export.engines import ENGINES, Format
+from longrope2.export.engines import Format, verifiable
 from longrope2.export.gguf import card_path, check_architecture, is_exported_file, write_file
 from longrope2.export.huggingface import is_exported_folder, with_forced_temperature, with_provenance, write_folder
 from longrope2.export.weights import QueryScale, SourceModel
@@ -77,8 +77,8 @@ def export(
             }
             write_folder(source, exported, output, dtype=precision, dtypes=dtypes, change=change, card=text)
     family = source.info.reading.family
-    fitting = [engine for engine in ENGINES.values() if engine.format == config.format]
-    faults = {engine.name: fault for engine in fitting if (fault := engine.fault(exported, family))}
+    engines = verifiable(config.format)
+    faults = {name: fault for name, engine in engines.items() if (fault := engine.fault(exported, family))}
     for name, fault in faults.items():
         warn(f"this export is not right in {name}: {fault}")
     window = f"{exported.original_length:,} → {exported.target_length:,} tokens"

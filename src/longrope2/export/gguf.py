@@ -64,6 +64,8 @@ class Architecture:
     layer: Mapping[str, str] = field(default_factory=lambda: LLAMA_LAYER)
     pairs_side_by_side: bool = True
     """Whether the rows of W_q and W_k are permuted; see gguf_model.py."""
+    rotates_parts: bool = False
+    """Whether it can rotate a part of each head."""
     scales: Mapping[str, str] = field(default_factory=dict)
     """Metadata key → config key of further numbers."""
 
@@ -81,7 +83,7 @@ ARCHITECTURES = {
             "logit_scale": "logits_scaling",
         },
     ),
-    "phi3": Architecture("phi3", layer=PHI3_LAYER, pairs_side_by_side=False),
+    "phi3": Architecture("phi3", layer=PHI3_LAYER, pairs_side_by_side=False, rotates_parts=True),
 }
 
 
@@ -103,7 +105,7 @@ def check_architecture(source: SourceModel, factors: RescaleFactors) -> None:
         )
     if live.hidden_act != "silu":
         raise ModelError(f"{name}: llama.cpp's architecture has the activation 'silu', not {live.hidden_act!r}")
-    if reading.family != "phi3" and reading.rope.rotary_dim != head_dim(live):
+    if not ARCHITECTURES[reading.family].rotates_parts and reading.rope.rotary_dim != head_dim(live):
         raise ModelError(f"{name}: llama.cpp rotates whole heads of '{reading.family}' models, not a part of them")
 
 

@@ -16,7 +16,7 @@ from longrope2.export.card import is_card
 from longrope2.export.engines import forced_temperature
 from longrope2.export.weights import Change, SourceModel, cast, check_room
 from longrope2.factors import RescaleFactors
-from longrope2.families import FULL_ATTENTION, SLIDING_ATTENTION, read_config
+from longrope2.families import FAMILIES, FULL_ATTENTION, SLIDING_ATTENTION, Family, read_config
 from longrope2.files import atomic_folder, write_json, write_text
 from longrope2.generation.saved import FACTORS_FILE, OWN_KEY, read_switch_length, write_factors
 from longrope2.models import head_dim, live_config
@@ -165,11 +165,11 @@ def serving_config(source: Mapping[str, Any], factors: RescaleFactors, *, dtype:
     Engines read different keys for the same thing, so every key is written, and all agree. What has nothing to do
     with RoPE stays as it is.
     """
-    family = source["model_type"]
     config = live_config(source)
     # Another switch length than the original window is something that only `longrope2.load` knows. It was measured
     # with the factors beside it, and says nothing of others.
-    before = read_config(source).rescaled
+    reading = read_config(source)
+    family, before = FAMILIES[reading.family], reading.rescaled
     same = before is not None and (before.factors, before.long_factors) == (factors.short, factors.long)
     switch_length = read_switch_length(config.to_dict()) if same and factors.switches else None
     write_factors(config, factors, switch_length or factors.original_length)
@@ -189,26 +189,25 @@ def serving_config(source: Mapping[str, Any], factors: RescaleFactors, *, dtype:
         "rope_scaling": _legacy_parameters(family, parameters, factors),
     }
     if "partial_rotary_factor" in parameters:
-        result["partial_rotary_factor"] = parameters["partial_rotary_factor"]
-    if family == "gpt_neox":
-        result |= {"rotary_emb_base": factors.theta, "rotary_pct": parameters["partial_rotary_factor"]}
+        partial = parameters["partial_rotary_factor"]
+        result |= {"partial_rotary_factor": partial, family.theta_key: factors.theta, family.partial_key: partial}
     if nested:
         result["rope_local_base_freq"] = written["rope_parameters"][SLIDING_ATTENTION]["rope_theta"]
     # transformers 4 switches only where it stands at the top; vLLM takes it for the default window, which is right
     # for `dual` alone. Phi-3 assumes 4096 where it is missing.
-    if family == "phi3" or factors.switches:
+    if family.original_window or factors.switches:
         result["original_max_position_embeddings"] = factors.original_length
     return result
 
 
-def _legacy_parameters(family: str, parameters: Mapping[str, Any], factors: RescaleFactors) -> dict[str, Any]:
+def _legacy_parameters(family: Family, parameters: Mapping[str, Any], factors: RescaleFactors) -> dict[str, Any]:
     """The `rope_scaling` of transformers 4 and mlx-lm; transformers 5 prefers it to rope_parameters, too."""
     legacy = {"type": "longrope", **copy.deepcopy(dict(parameters))}
     forced = forced_temperature(factors)
-    if family == "phi3" and factors.long_attention_factor == factors.short_attention_factor == forced:
-        # Phi-3 of transformers 4 accepts these three keys and no others. What it then assumes for the attention
+    if family.legacy_keys and factors.long_attention_factor == factors.short_attention_factor == forced:
+        # transformers 4 accepts these keys of such a family and no others. What it then assumes for the attention
         # factor is right only here; elsewhere its refusal is better than a wrong temperature.
-        return {name: legacy[name] for name in ("type", "short_factor", "long_factor")}
+        return {name: legacy[name] for name in family.legacy_keys}
     return legacy
 
 

@@ -1,6 +1,7 @@
 """`longrope2 verify`: run an export in every engine there is, and hold its answers against our own."""
 
 import importlib.util
+import inspect
 import json
 import math
 import random
@@ -18,9 +19,8 @@ import torch
 from longrope2.console import ConsoleTable, say
 from longrope2.errors import LongRopeError
 from longrope2.export.config import VerifyConfig, profile_of
-from longrope2.export.engines import CONTEXT_STEP, ENGINES, LLAMA_CPP, Engine, short_context
+from longrope2.export.engines import Format, ServingEngine, verifiable
 from longrope2.export.huggingface import config_problems
-from longrope2.export.probes import probe
 from longrope2.export.reference import Answer, Reference
 from longrope2.factors import RescaleFactors
 from longrope2.models import cached_values
@@ -35,7 +35,7 @@ STALE = "its cache is stale once it crosses the original window; longrope2.load 
 
 
 @dataclass(frozen=True)
-class Question:
+class ProbePrompt:
     """A prompt of random tokens for an engine, and what it stands for."""
 
     mode: str
@@ -47,9 +47,9 @@ class Question:
 class Reply:
     """What an engine answered."""
 
-    engine: Engine
+    engine: ServingEngine
     capacity: int | None
-    questions: Sequence[Question]
+    questions: Sequence[ProbePrompt]
     content: dict[str, Any]
 
 
@@ -111,28 +111,28 @@ def verify(path: Path, config: VerifyConfig) -> Verification:
 
 def _chosen(path: Path, engines: Sequence[str]) -> Iterator[tuple[str, str | None]]:
     """Engines to ask and the Python of each; None where it is not installed."""
-    wanted = "gguf" if path.suffix == ".gguf" else "huggingface"
-    fitting = [name for name, engine in ENGINES.items() if engine.format == wanted]
+    wanted: Format = "gguf" if path.suffix == ".gguf" else "huggingface"
+    known, fitting = verifiable(), verifiable(wanted)
     for text in engines or fitting:
         name, _, python = text.partition("=")
-        if name not in ENGINES:
-            raise LongRopeError(f"engine {name!r} is not known", hint=f"choose from {', '.join(ENGINES)}")
+        if name not in known:
+            raise LongRopeError(f"engine {name!r} is not known", hint=f"choose from {', '.join(known)}")
         if name not in fitting:
             raise LongRopeError(f"{name} cannot run {path.name}", hint=f"engines for it: {', '.join(fitting)}")
-        found = python or (sys.executable if _installed(ENGINES[name]) else None)
+        found = python or (sys.executable if _installed(known[name]) else None)
         if engines and found is None:
             raise LongRopeError(
                 f"{name} is not installed here",
-                hint=f"{_pip(ENGINES[name])}, or --engine {name}=PYTHON of another place",
+                hint=f"{_pip(known[name])}, or --engine {name}=PYTHON of another place",
             )
         yield name, found
 
 
-def _installed(engine: Engine) -> bool:
+def _installed(engine: ServingEngine) -> bool:
     return any(importlib.util.find_spec(package) is not None for package in engine.packages)
 
 
-def _pip(engine: Engine) -> str:
+def _pip(engine: ServingEngine) -> str:
     return " or ".join(engine.packages.values())
 
 
@@ -146,7 +146,7 @@ def _config_finding(reference: Reference) -> Iterator[Finding]:
 
 def _asked(reference: Reference, name: str, python: str | None) -> Iterator[Reply | list[Finding]]:
     """An engine's replies, one for each window it is started with; findings in place of those it did not give."""
-    engine = ENGINES[name]
+    engine = verifiable()[name]
     if python is None:
         yield [Finding(name, "-", None, UNCHECKED, f"not installed: {_pip(engine)}")]
         return
@@ -161,15 +161,15 @@ def _asked(reference: Reference, name: str, python: str | None) -> Iterator[Repl
             yield Reply(engine, capacity, questions, content)
 
 
-def _runs(engine: Engine, reference: Reference) -> Iterator[tuple[int | None, list[Question]]]:
+def _runs(engine: ServingEngine, reference: Reference) -> Iterator[tuple[int | None, list[ProbePrompt]]]:
     """What to ask, by the window the engine is started with."""
     factors, vocab = reference.factors, reference.config.vocab_size
     original = factors.original_length
     longs = sorted({n for n in (original + 1, min(original * 3 // 2, factors.target_length - 1)) if n > original})
 
-    def question(mode: str, length: int, new_tokens: int = 1) -> Question:
+    def question(mode: str, length: int, new_tokens: int = 1) -> ProbePrompt:
         draw = random.Random(length)  # noqa: S311 - no secret
-        return Question(mode, [draw.randrange(vocab) for _ in range(length)], new_tokens)
+        return ProbePrompt(mode, [draw.randrange(vocab) for _ in range(length)], new_tokens)
 
     long_questions = [question("long", length) for length in longs]
     if engine.chooses == "length":
@@ -181,14 +181,15 @@ def _runs(engine: Engine, reference: Reference) -> Iterator[tuple[int | None, li
     if engine.chooses == "long":
         yield None, [throughout, *long_questions]
         return
-    step = CONTEXT_STEP if engine is LLAMA_CPP else 1
-    short_window = short_context(factors) if engine is LLAMA_CPP else original
+    step, short_window = engine.context_step, engine.short_window(factors)
     if short_window:
         yield short_window, [question("short", length) for length in (short_window // 2, short_window - 1)]
     yield -(-(max([original, *longs]) + 1) // step) * step, [throughout, *long_questions]
 
 
-def _job(engine: Engine, reference: Reference, capacity: int | None, questions: Sequence[Question]) -> dict[str, Any]:
+def _job(
+    engine: ServingEngine, reference: Reference, capacity: int | None, questions: Sequence[ProbePrompt]
+) -> dict[str, Any]:
     """What the probe is told."""
     factors = reference.factors
     long = engine.is_long(factors, length=0, capacity=capacity)
@@ -204,12 +205,13 @@ def _job(engine: Engine, reference: Reference, capacity: int | None, questions: 
     }
 
 
-def _ask(engine: Engine, python: str, job: dict[str, Any]) -> dict[str, Any]:
+def _ask(engine: ServingEngine, python: str, job: dict[str, Any]) -> dict[str, Any]:
     """Run the probe in a process of its own, with the Python that has the engine."""
     with tempfile.TemporaryDirectory() as folder:
         job_file, answers_file = Path(folder) / "job.json", Path(folder) / "answers.json"
         job_file.write_text(json.dumps(job))
-        command = [python, probe.__file__, engine.name, str(job_file), str(answers_file)]
+        assert engine.probe is not None
+        command = [python, inspect.getfile(engine.probe), engine.probe.__name__, str(job_file), str(answers_file)]
         try:
             done = subprocess.run(  # noqa: S603 - a list, no shell
                 command, capture_output=True, text=True, errors="replace", timeout=HOUR, cwd=folder
@@ -261,7 +263,7 @@ def _judge(reference: Reference, reply: Reply) -> Iterator[Finding]:
             yield Finding(version, mode, error, WRONG, _explanation(reference, engine, answers))
 
 
-def _explanation(reference: Reference, engine: Engine, answers: Sequence[Answer]) -> str:
+def _explanation(reference: Reference, engine: ServingEngine, answers: Sequence[Answer]) -> str:
     """What the engine seems to have run instead."""
     errors = reference.errors_of_faults(answers)
     nearest = min(errors, key=lambda name: errors[name])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from longrope2.errors import LongRopeError, ModelError
-from longrope2.families import FULL_ATTENTION, SLIDING_ATTENTION, read_config
+from longrope2.families import FAMILIES, read_config
 from longrope2.gguf_model import GGUFModel, open_gguf
 from longrope2.models import ModelInfo, head_dim, live_config, load_tokenizer, pretrained_source
 
@@ -193,15 +193,13 @@ class QueryScale:
     def __init__(self, config: Mapping[str, Any], names: Collection[str], factor: float) -> None:
         live = live_config(config)
         reading = read_config(config)
-        self._family = reading.family
+        self._family = FAMILIES[reading.family]
         self._num_heads = live.num_attention_heads
         self._pattern = torch.ones(head_dim(live))
         self._pattern[: reading.rope.rotary_dim] = factor
         kinds = reading.layer_types
-        if self._family == "gemma3_text":  # sliding layers have a RoPE of their own
-            self._layers = {i for i, kind in enumerate(kinds) if kind == FULL_ATTENTION}
-        elif self._family == "cohere2":  # full layers have none
-            self._layers = {i for i, kind in enumerate(kinds) if kind == SLIDING_ATTENTION}
+        if self._family.rotates is not None:
+            self._layers = {i for i, kind in enumerate(kinds) if kind == self._family.rotates}
         else:
             rotates = getattr(live, "no_rope_layers", None) or [True] * len(kinds)  # SmolLM3; 1 means it rotates
             self._layers = {i for i in range(len(kinds)) if rotates[i]}
@@ -219,7 +217,7 @@ class QueryScale:
         if values.dim() == 2 and self._parts is NORMS:  # Cohere's: a row for each head
             return values * self._pattern
         rows = self._rows(name, len(values)).reshape(-1, *[1] * (values.dim() - 1))
-        if self._family == "gemma3_text":  # its norms multiply by 1 + weight
+        if self._family.norms_add_one:
             return (1 + values) * rows - 1
         return values * rows
 

@@ -14,7 +14,7 @@ from longrope2.errors import LongRopeError, all_problems, require
 from longrope2.evaluation.config import EvaluationConfig
 from longrope2.evaluation.evaluate import check_suites
 from longrope2.export.config import ExportTable, VerifyConfig, profiled
-from longrope2.export.engines import ENGINES
+from longrope2.export.engines import verifiable
 from longrope2.export.gguf import ARCHITECTURES, check_architecture
 from longrope2.export.huggingface import with_forced_temperature
 from longrope2.export.weights import SourceModel
@@ -155,9 +155,9 @@ def _verify(setting: Setting) -> Iterator[str]:
     formats = ExportTable(**setting.recipe.export).formats
     for text in VerifyConfig(**setting.recipe.verify).engines:
         name, _, python = text.partition("=")
-        engine = ENGINES.get(name)
+        engine = verifiable().get(name)
         if engine is None:
-            yield f"engine {name!r} is not known (choose from {', '.join(ENGINES)})"
+            yield f"engine {name!r} is not known (choose from {', '.join(verifiable())})"
         elif engine.format not in formats:
             yield f"{name} runs the format {engine.format}, and [export] formats has {', '.join(formats)}"
         elif python and shutil.which(python) is None:

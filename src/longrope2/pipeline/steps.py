@@ -18,7 +18,7 @@ from longrope2.errors import LongRopeError
 from longrope2.evaluation.config import EvaluationConfig, lengths_for
 from longrope2.evaluation.evaluate import run_evaluation
 from longrope2.export.config import ExportTable, VerifyConfig
-from longrope2.export.engines import ENGINES, Format
+from longrope2.export.engines import Format, verifiable
 from longrope2.export.export import export
 from longrope2.export.verify import verify
 from longrope2.figures import length_label
@@ -312,7 +312,7 @@ def _verify(setting: Setting, exported: tuple[str, ...]) -> None:
     found = {}
     for place in exported:
         format: Format = "gguf" if place.endswith(".gguf") else "huggingface"
-        fitting = tuple(engine for engine in engines if ENGINES[engine.partition("=")[0]].format == format)
+        fitting = tuple(engine for engine in engines if engine.partition("=")[0] in verifiable(format))
         if fitting or not engines:
             found[place] = verify(setting.folder / place, VerifyConfig(engines=fitting))
     write_json(setting.folder / ledger.VERIFIED, {place: result.to_json() for place, result in found.items()})

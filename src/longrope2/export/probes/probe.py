@@ -1,4 +1,4 @@
-"""Ask one engine for log-probabilities: python probe.py ENGINE JOB.json ANSWERS.json.
+"""Ask one engine for log-probabilities: python probe.py FUNCTION JOB.json ANSWERS.json.
 
 A job names a model, the window to start the engine with, and prompts as token ids with the number of tokens to
 generate greedily after each. An answer holds those tokens and, for the last of them, the engine's most probable
@@ -17,10 +17,10 @@ KEPT: list[Any] = []
 """Servers of xllamacpp: a deleted one may wait for its own threads for ever."""
 
 
-def main(engine: str, job_file: str, answers_file: str) -> None:
+def main(function: str, job_file: str, answers_file: str) -> None:
     """Answer the questions of a job."""
     job = json.loads(Path(job_file).read_text())
-    Path(answers_file).write_text(json.dumps(ENGINES[engine](job)))
+    Path(answers_file).write_text(json.dumps(globals()[function](job)))
     if KEPT:
         os._exit(0)  # without deleting them
 
@@ -171,8 +171,6 @@ def _log_softmax(logits: list[float]) -> dict[int, float]:
     best = sorted(range(len(logits)), key=lambda token: -logits[token])[:TOP]
     return {token: logits[token] - total for token in best}
 
-
-ENGINES = {"transformers": ask_transformers, "vllm": ask_vllm, "mlx": ask_mlx, "llama.cpp": ask_llama_cpp}
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
