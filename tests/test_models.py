@@ -263,7 +263,7 @@ class TestFolders:
             describe(tmp_path)
 
     def test_hub_ids_fail_clearly_without_network(self):
-        with pytest.raises(ModelError, match="neither a local folder nor to be had from the hub"):
+        with pytest.raises(ModelError, match="no such folder, and the hub does not have it"):
             describe("nobody/nothing@main")
 
     def test_hub_config_is_used(self, monkeypatch, tmp_path):

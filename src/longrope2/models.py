@@ -230,7 +230,7 @@ def pretrained_source(info: ModelInfo) -> tuple[str, dict[str, Any]]:
 
 
 def refused_config(name: str, error: Exception) -> ModelError:
-    """What to tell of a config that transformers refuses."""
+    """The error for a config that transformers refuses."""
     reason = " ".join(str(error).split())
     return ModelError(
         f"{name}: transformers cannot read its config ({reason})", hint="copy or download config.json again"
@@ -316,13 +316,13 @@ def _load_weights(info: ModelInfo, dtype: "torch.dtype", tensor_parallel: int) -
             f"{info.name}: its weights cannot be loaded ({_first_line(error)})",
             hint="the files may be cut short, or not belong to this config.json; copy or download them again",
         ) from error
-    return complete(loaded, info.name)
+    return require_all_weights(loaded, info.name)
 
 
-def complete(loaded: Any, name: str) -> Any:
-    """The model of from_pretrained(…, output_loading_info=True), which fills what no file has with random numbers."""
-    model, told = loaded
-    missing = sorted(told["missing_keys"])
+def require_all_weights(loaded: Any, name: str) -> Any:
+    """The model of from_pretrained(…, output_loading_info=True); refuses one that it filled with random numbers."""
+    model, report = loaded
+    missing = sorted(report["missing_keys"])
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ModelError(
@@ -379,7 +379,7 @@ def _hub_config(name: str) -> tuple[dict[str, Any], str]:
         file = Path(hf_hub_download(match["repo"], "config.json", revision=match["revision"]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ModelError(
-            f"{name}: neither a local folder nor to be had from the hub ({_first_line(error)})",
+            f"{name}: no such folder, and the hub does not have it ({_first_line(error)})",
             hint="check the spelling and the network; gated models need `hf auth login`",
         ) from error
     # The hub's cache keeps files under snapshots/<commit>/.

@@ -240,7 +240,7 @@ class TestEngines:
         found = findings(folders / "static-long", capsys, f"vllm={tmp_path / 'nowhere'}")
         assert "could not be run" in found["vllm", "short"]["note"]
         found = findings(folders / "static-long", capsys, "vllm=/bin/true")
-        assert found["vllm", "short"]["note"] == "it left no answers: /bin/true is no Python that has it"
+        assert found["vllm", "short"]["note"] == "it left no answers: /bin/true cannot import it"
 
     def test_what_engines_do(self):
         """The table behind cards, docs and expectations."""

@@ -290,4 +290,4 @@ def _draw(output: Path, result: Calibration) -> None:
 
 
 def _quiet(_: str) -> None:
-    """Needles may serve books again; at a dozen lengths that need not be told each time."""
+    """Needles may serve books again; at a dozen lengths that need not be reported each time."""

@@ -66,11 +66,11 @@ class ServingEngine:
             return f"it is not known to run {family} models with such factors"
         if self.temperature == "forced" and long != forced:
             profile = "" if short == long else "--profile static-long "  # weights can hold only one temperature
-            told = f"it always applies an attention factor of {forced:.4f}, not {long:g}"
-            return f"{told}: use {profile}--fold-temperature"
+            fault = f"it always applies an attention factor of {forced:.4f}, not {long:g}"
+            return f"{fault}: use {profile}--fold-temperature"
         if self.temperature == "long" and short != long:
-            told = f"it knows one attention factor, and applies {long:g} to short sequences too, not {short:g}"
-            return f"{told}: use longrope2.load, or --profile static-long"
+            fault = f"it knows one attention factor, and applies {long:g} to short sequences too, not {short:g}"
+            return f"{fault}: use longrope2.load, or --profile static-long"
         return None
 
     def card_rows(self, factors: RescaleFactors, family: str, where: str) -> list[tuple[str, str, str]]:

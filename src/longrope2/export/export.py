@@ -112,7 +112,7 @@ def _factors(source: SourceModel, given: RescaleFactors | str | Path | None, *, 
             )
         return with_origin(source.folder, carried) if source.folder else carried
     factors = RescaleFactors.given(given)
-    # The original window is theirs to tell, where a config is silent or wrong about it.
+    # The factors state the original window, also where a config is silent or wrong about it.
     factors.check_fits(replace(info.rope, original_length=factors.original_length), info.name)
     if carried is None or not carried.rotates_as(factors):
         info.refuse_rescaled(extend_again=extend_again)
@@ -120,8 +120,8 @@ def _factors(source: SourceModel, given: RescaleFactors | str | Path | None, *, 
 
 
 def _provenance(source: SourceModel, **how: object) -> dict[str, object]:
-    told = {"model": _public_name(source.info.name), "revision": source.info.revision}
-    return {**told, "versions": package_versions("torch"), **how}
+    origin = {"model": _public_name(source.info.name), "revision": source.info.revision}
+    return {**origin, "versions": package_versions("torch"), **how}
 
 
 def _precision(dtype: torch.dtype) -> str:
@@ -133,7 +133,7 @@ def _unchanged(_: str, tensor: Tensor) -> Tensor:
 
 
 def _public_name(model: str) -> str:
-    """A hub id as it is, and the last part of a path: a card is no place for somebody's folders."""
+    """A hub id as it is, and the last part of a path: a card should not show local folders."""
     return Path(model).resolve().name if Path(model).exists() else model
 
 

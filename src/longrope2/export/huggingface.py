@@ -23,7 +23,7 @@ from longrope2.models import head_dim, live_config
 
 EXPORT = "export"
 REPLACED = {"rope_parameters", "rope_scaling", "original_max_position_embeddings", OWN_KEY, "_name_or_path", "auto_map"}
-"""What an export writes anew or leaves out; all else of a model's config.json stays."""
+"""What an export writes itself or leaves out; all else of a model's config.json stays."""
 CARD = "README.md"
 SHARD_BYTES = 4 << 30
 COMPANIONS = (
@@ -134,7 +134,7 @@ def _write_tokenizer(source: SourceModel, folder: Path, factors: RescaleFactors)
 
 
 def with_provenance(factors: RescaleFactors, export: Mapping[str, Any]) -> RescaleFactors:
-    """Factors that tell how they were exported; `is_export` knows them by that."""
+    """Factors with a record of how they were exported, by which `is_export` recognises them."""
     return _changed(factors, provenance={**factors.provenance, EXPORT: dict(export)})
 
 

@@ -17,7 +17,7 @@ from longrope2.export.huggingface import is_exported_folder, serving_config
 from longrope2.factors import RescaleFactors
 from longrope2.families import accept_mscales, read_config
 from longrope2.generation.saved import FACTORS_FILE, read_factors
-from longrope2.models import complete, live_config
+from longrope2.models import live_config, require_all_weights
 from longrope2.rotary import rescaled
 
 GIVE_EXPORT = "give an exported folder or a .gguf file; `longrope2 export` writes them"
@@ -98,7 +98,7 @@ class Reference:
             )
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise ModelError(f"{self.path}: its weights cannot be loaded ({error})") from error
-        return complete(loaded, str(self.path))
+        return require_all_weights(loaded, str(self.path))
 
     def logprobs(self, tokens: Sequence[int], *, long: bool, factors: RescaleFactors | None = None) -> torch.Tensor:
         """Of the token after `tokens`, on one side of the switch; `factors` may be others than the model's."""

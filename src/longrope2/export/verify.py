@@ -190,7 +190,7 @@ def _runs(engine: ServingEngine, reference: Reference) -> Iterator[tuple[int | N
 def _job(
     engine: ServingEngine, reference: Reference, capacity: int | None, questions: Sequence[ProbePrompt]
 ) -> dict[str, Any]:
-    """What the probe is told."""
+    """What the probe reads."""
     factors = reference.factors
     long = engine.is_long(factors, length=0, capacity=capacity)
     return {
@@ -223,7 +223,7 @@ def _ask(engine: ServingEngine, python: str, job: dict[str, Any]) -> dict[str, A
         try:
             answers: dict[str, Any] = json.loads(answers_file.read_text())
         except (OSError, ValueError) as error:
-            raise LongRopeError(f"it left no answers: {python} is no Python that has it") from error
+            raise LongRopeError(f"it left no answers: {python} cannot import it") from error
         return answers
 
 

@@ -27,7 +27,7 @@ DEFAULT_NEW_TOKENS = 256
 
 
 class _NoReminder(logging.Filter):
-    """transformers reminds of a window that is exceeded; by then it has been told here."""
+    """transformers reminds of a window that is exceeded; `generate` has warned of it by then."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return "friendly reminder" not in record.getMessage()
@@ -48,7 +48,7 @@ class Generated:
 
 
 class Listener(TextStreamer):
-    """Hears every token when it comes: notes the time, and passes text on at once if somebody wants it."""
+    """Hears every token when it comes: notes the time, and passes text on at once if asked to."""
 
     def __init__(self, tokenizer: Any, on_text: Callable[[str], None] | None) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)

@@ -197,7 +197,7 @@ class Run:
         self._device_rows.copy_(self.long_rows)
 
     def _going_on(self, rows: list[int]) -> list[int]:
-        """Those of `rows` that have not ended: nobody reads the padding that follows."""
+        """Those of `rows` that have not ended; what follows in the others is padding."""
         ended = self.switch.ended
         if not rows or ended is None or self.has_beams or len(self.long_rows) == 1:  # a lone row ends the call
             return rows
@@ -252,7 +252,7 @@ class Run:
         rotary.long_rows = True
         try:
             self.advance(
-                self.model.base_model,  # nobody asks for logits
+                self.model.base_model,  # logits are not needed
                 cache,
                 chosen(input_ids),
                 start,
@@ -338,7 +338,7 @@ class Schedule:
         return stop if stop == end else stop - (stop - shadow.done) % self._chunk
 
     def drop(self, shadow: Shadow) -> None:
-        """Forget a cache that nobody needs any more."""
+        """Forget a cache that is no longer needed."""
         shadow.cache = None
         if shadow in self._coming:
             self._coming.remove(shadow)

@@ -305,7 +305,7 @@ def note_rows(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs
         return
     new, mask, before = _new_tokens(args, kwargs), _mask_of(kwargs), noted(cache)
     past = num_cached(cache) - new.shape[1]
-    if new.dim() != 2:  # embeddings: nobody can say which tokens they were
+    if new.dim() != 2:  # embeddings: which tokens they were is not known
         note(cache, None)
         return
     tokens = without_padding(new, None if mask is None else mask[:, -new.shape[1] :])
