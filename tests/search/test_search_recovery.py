@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median
 
@@ -48,6 +49,28 @@ def test_racing_on_noisy_documents_finds_it_with_a_fifth_of_the_evaluations(algo
     found = algorithms.racing(seeds)
     assert max(entry["median_regret"] for entry in found.values()) <= 0.01
     assert fmean(entry["times_fewer_evaluations"] for entry in found.values()) >= 5
+
+
+@pytest.mark.slow
+def test_twenty_documents_that_disagree_determine_the_optimum_of_all(algorithms):
+    found = algorithms.noisy(algorithms.ALGORITHMS["surrogate"], 6, documents=20)
+    assert max(entry["median_regret"] for entry in found.values()) <= 0.02
+    few = algorithms.noisy(algorithms.ALGORITHMS["first release"], 6)
+    assert all(found[name]["median_regret"] < few[name]["median_regret"] for name in found)
+
+
+def test_documents_disagree_as_those_of_smollm2_do(algorithms):
+    """At 16k, two and three of ten documents prefer dimensions 21 and 22 to 20, the best one of all."""
+    recorded = json.loads((RESULTS / "hypothesis-SmolLM2-135M-Instruct-16384.json").read_text())["landscape"]
+    cells = {(cell["critical_dimension"], cell["ratio"]): np.array(cell["nll"]) for cell in recorded}
+    optimum = algorithms.OPTIMA["16k, 20, 1.5"]
+    landscape = algorithms.Landscape(optimum, documents=1000, noise=algorithms.NOISE, scatter=algorithms.SCATTER)
+    best = landscape.losses(optimum.factors())
+    for dimension in (21, 22):
+        measured = np.mean(cells[dimension, 1.5] < cells[20, 1.5])
+        moved = replace(optimum, critical_dimension=dimension)
+        simulated = np.mean(landscape.losses(moved.factors()) < best)
+        assert simulated == pytest.approx(measured, abs=0.2)
 
 
 def test_the_noise_is_that_of_smollm2(algorithms):
