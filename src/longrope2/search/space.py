@@ -215,11 +215,11 @@ class SearchSpace(Bounds):
             moves.append(self._change_shape)
         for _ in range(1 + int(rng.random() < 0.5)):
             genome = moves[int(rng.integers(len(moves)))](genome, rng)
-        # The right side may now begin lower than a given left side ends.
-        left = tuple(min(value, genome.right[0]) for value in genome.left)
+            # The right side may now begin lower than a given left side ends.
+            genome = replace(genome, left=tuple(min(value, genome.right[0]) for value in genome.left))
         # A closed form has a temperature of its own.
         temperature = genome.attention_factor if self.attention_factor is None else self.attention_factor
-        return replace(genome, left=left, attention_factor=temperature, origin="mutation")
+        return replace(genome, attention_factor=temperature, origin="mutation")
 
     def cross(self, first: Genome, second: Genome, rng: np.random.Generator) -> Genome:
         """Right factors of two parents, mixed one by one or blended; critical dimension and shape of the first."""
