@@ -28,8 +28,8 @@ from longrope2.malloc import keep_freed_memory
 from longrope2.models import LoadedModel, describe, load
 from longrope2.needles import make_needles
 from longrope2.perplexity import scoring
-from longrope2.records import SearchRecord
-from longrope2.search.record import HELD_OUT, IN_SAMPLE, RECORD, SEARCHED
+from longrope2.records import HELD_OUT, IN_SAMPLE, SEARCHED, SearchRecord
+from longrope2.search.record import RECORD
 
 SEED = 7  # of the documents, which are the same for every model with the same tokenizer
 

@@ -1,9 +1,12 @@
 """The rules of the house: imports only go upwards, nothing heavy at import time."""
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 import longrope2
 
@@ -67,6 +70,20 @@ def test_an_evaluation_is_configured_without_torch():
     code = "import sys, longrope2.evaluation.config; print(*{'torch', 'transformers', 'lm_eval'} & set(sys.modules))"
     output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert output.stdout.strip() == ""
+
+
+@pytest.mark.parametrize("module", ["watching", "report.page", "pipeline.recipe", "evaluation.compare"])
+def test_commands_that_only_read_start_at_once(module):
+    """watch, report, extend --show-recipe and compare: no torch, and half a second of processor time at most."""
+    code = f"import sys, longrope2.{module}; print(*{{'torch', 'transformers', 'scipy'}} & set(sys.modules))"
+    seconds = []
+    for _ in range(3):
+        before = os.times()
+        output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+        after = os.times()
+        seconds.append(sum(after[2:4]) - sum(before[2:4]))
+    assert output.stdout.strip() == ""
+    assert min(seconds) < 0.5
 
 
 def test_no_machine_paths_or_environment_as_interface():

@@ -13,6 +13,12 @@ from longrope2.files import write_json
 if TYPE_CHECKING:
     from pydantic import ValidationError
 
+SearchPart = Literal["in sample", "held out"]
+"""The documents that were searched on, and those that were not."""
+IN_SAMPLE: SearchPart = "in sample"
+HELD_OUT: SearchPart = "held out"
+SEARCHED = "searched"
+"""What a search found, among the methods measured."""
 AGAIN = "run the same command again: what is damaged is made again"
 Kind = TypeVar("Kind")
 
@@ -74,7 +80,8 @@ class SearchScore(Measurement):
     """A method on the documents searched on, or on others."""
 
     method: str
-    part: Literal["in sample", "held out"]
+    """A closed form, or `searched`."""
+    part: SearchPart
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -66,6 +66,9 @@ def _search(folder, rng):
         )
     ]  # fmt: skip
     result = {
+        "format": "longrope2.search", "version": 2, "model": "tiny", "revision": "sha256:abc", "dtype": "float32",
+        "documents": "sha256:123", "versions": {}, "critical_dimension": 9, "best": {}, "chance": 10.0,
+        "finalists": [], "own_window": [], "seconds": 5.0, "resumed_evaluations": 0,
         "weights": "sha256:def", "config": {"evolution": {"seed": 7, "iterations": 4}, "documents": 2},
         "convergence": convergence, "scores": scores, "stages": [2048, 4096],
         "document_evaluations": 50, "exhaustive_evaluations": 80, "device": "cpu", "processes": 1,

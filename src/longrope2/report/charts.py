@@ -10,8 +10,8 @@ from longrope2 import figures, ledger
 from longrope2.evaluation.suites import summarised
 from longrope2.factors import RescaleFactors
 from longrope2.methods import rescale
+from longrope2.records import HELD_OUT
 from longrope2.report.summary import Summary, label, overall
-from longrope2.search.record import HELD_OUT
 
 Data = Mapping[str, Any]
 KEPT = {

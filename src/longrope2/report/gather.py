@@ -8,24 +8,12 @@ from longrope2 import ledger
 from longrope2.errors import FactorsError, LongRopeError
 from longrope2.evaluation.results import RESULTS, SCORE, grid_misfit
 from longrope2.factors import RescaleFactors
-from longrope2.records import RunRecord
+from longrope2.records import RunRecord, SearchRecord
 from longrope2.shapes import misfit
 from longrope2.training.log import read_log, steps_in
 
 AGAIN = "run `longrope2 extend` again as before: what is damaged is made anew"
 RUN_ON = {"device": str, "processes": int}
-SEARCH = {
-    **RUN_ON,
-    "weights": str,
-    "config": {"evolution": dict},
-    "document_evaluations": int,
-    "exhaustive_evaluations": int,
-    "scores": [{"method": str, "part": str, "perplexity": float | None}],
-    "convergence": [
-        {"length": int, "iteration": int, "perplexity": float | None, "critical_dimension": int | None,
-         "evaluations": int, "exhaustive_evaluations": int}
-    ],
-}  # fmt: skip
 PLAN = {"rows": int, "config": {"seed": int}, "report": dict}
 TRAINING = {**RUN_ON, "config": {"train": dict}}
 RESULT = {**RUN_ON, "scores": [SCORE], "grids": dict, "seconds": float, "config": dict, "notes": list}
@@ -52,7 +40,7 @@ def gather(folder: Path) -> dict[str, Any]:
         "versions": book.versions,
         "steps": steps,
         "outdated": [name for name in book.steps if name not in steps],
-        "search": _json(folder / ledger.SEARCH, SEARCH) if searched else None,
+        "search": _search(folder / ledger.SEARCH) if searched else None,
         "factors": factors,
         "plan": _plan(folder / ledger.PLAN) if "data" in steps else None,
         "log": steps_in(log),
@@ -64,6 +52,13 @@ def gather(folder: Path) -> dict[str, Any]:
         "verified": _json(folder / ledger.VERIFIED, VERIFIED) if "verify" in steps else None,
         "exports": _exports(folder, finished, book),
     }
+
+
+def _search(path: Path) -> dict[str, Any] | None:
+    try:
+        return SearchRecord.load(path, hint=AGAIN).to_json()
+    except FileNotFoundError:
+        return None
 
 
 def _json(path: Path, shape: Any) -> dict[str, Any] | None:

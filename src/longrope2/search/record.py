@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 from longrope2.console import show_table, warn
 from longrope2.errors import MissingExtraError
@@ -12,16 +11,10 @@ from longrope2.figures import draw_convergence, draw_factors
 from longrope2.intervals import student
 from longrope2.methods import rescale
 from longrope2.perplexity import Score, total
-from longrope2.records import Measurement, SearchIteration, SearchRecord
+from longrope2.records import HELD_OUT, IN_SAMPLE, SEARCHED, Measurement, SearchIteration, SearchRecord
 from longrope2.search.evolution import Outcome
 
 FACTORS, RECORD = "factors.json", "search.json"
-SEARCHED = "searched"
-"""What was found, among the methods measured."""
-Part = Literal["in sample", "held out"]
-IN_SAMPLE: Part = "in sample"
-HELD_OUT: Part = "held out"
-"""The documents that were searched on, and those that were not."""
 
 
 def measurement(scores: Sequence[Score]) -> Measurement:

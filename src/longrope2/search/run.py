@@ -21,21 +21,20 @@ from longrope2.methods import METHODS
 from longrope2.models import LoadedModel, describe, load, rescale_model, weights_fingerprint
 from longrope2.needles import NeedleDocument, PlainDocument, documents_digest, make_needles, make_plain
 from longrope2.perplexity import Score, Scorer, scoring, total
-from longrope2.records import FinalistScore, SearchRecord, SearchScore, WindowScore
+from longrope2.records import (
+    HELD_OUT,
+    IN_SAMPLE,
+    SEARCHED,
+    FinalistScore,
+    SearchRecord,
+    SearchScore,
+    WindowScore,
+)
 from longrope2.search.config import Bounds, SearchConfig, check, search_config
 from longrope2.search.evolution import Outcome, evolve
 from longrope2.search.journal import Journal
 from longrope2.search.progress import Reporter
-from longrope2.search.record import (
-    HELD_OUT,
-    IN_SAMPLE,
-    RECORD,
-    SEARCHED,
-    iterations,
-    measurement,
-    show_search,
-    write_search,
-)
+from longrope2.search.record import RECORD, iterations, measurement, show_search, write_search
 from longrope2.search.space import Genome, SearchSpace
 
 HISTORY = "history.jsonl"
