@@ -621,6 +621,25 @@ def extend(model: str | None, output: Path, **options: Any) -> None:
 
 
 @cli.command()
+@argument("file", type=Choice(["recipe", "factors"]))
+def schema(file: str) -> None:
+    """Print the JSON Schema of a recipe or of a factors file.
+
+    Editors complete and check a recipe with it: docs/extend.md says how.
+    """
+    from longrope2.console import show_json
+
+    if file == "recipe":
+        from longrope2.pipeline.recipe import recipe_schema
+
+        show_json(recipe_schema())
+    else:
+        from longrope2.factors import factors_schema
+
+        show_json(factors_schema())
+
+
+@cli.command()
 @argument("run", type=PLACE)
 @option("--open", "open_page", is_flag=True, help="Show it in a browser.")
 def report(run: Path, open_page: bool) -> None:

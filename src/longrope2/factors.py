@@ -14,6 +14,7 @@ from longrope2.rope import RopeSpec
 
 FILE_FORMAT = "longrope2.factors"
 FILE_VERSION = 1
+_REQUIRED = ("method", "rotary_dim", "theta", "original_length", "target_length", "long", "short")
 MAKE_FACTORS = "write one with: longrope2 factors MODEL --target-length N --method NAME -o FILE"
 
 
@@ -188,13 +189,39 @@ class RescaleFactors:
         return factors
 
 
+def factors_schema() -> dict[str, Any]:
+    """The JSON Schema of a factors file."""
+    number, count = {"type": "number", "exclusiveMinimum": 0}, {"type": "integer", "minimum": 1}
+    factors = {"type": "array", "items": number}
+    properties = {
+        "format": {"const": FILE_FORMAT},
+        "version": {"const": FILE_VERSION},
+        "method": {"type": "string", "minLength": 1},
+        "rotary_dim": {"type": "integer", "minimum": 2, "multipleOf": 2},
+        "theta": {"type": "number", "exclusiveMinimum": 1},
+        "original_length": count,
+        "target_length": count,
+        "long": factors | {"description": "Divisors of the frequencies beyond the original window."},
+        "short": factors | {"description": "The same within the original window."},
+        "long_attention_factor": number,
+        "short_attention_factor": number,
+        "critical_dimension": {"type": ["integer", "null"], "minimum": 0},
+        "provenance": {"type": "object"},
+    }
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "longrope2 factors",
+        "type": "object",
+        "properties": properties,
+        "required": ["format", "version", *_REQUIRED],
+        "additionalProperties": False,
+    }
+
+
 def _problems(values: Mapping[str, Any]) -> list[str]:
     """Everything wrong with the would-be fields of a RescaleFactors, in words."""
     known = {f.name for f in fields(RescaleFactors)}
-    required = known - {
-        "long_attention_factor", "short_attention_factor", "critical_dimension", "provenance"
-    }  # fmt: skip
-    problems = [f"key {name!r} is missing" for name in sorted(required - set(values))]
+    problems = [f"key {name!r} is missing" for name in sorted(set(_REQUIRED) - set(values))]
     problems += [f"unknown key {name!r}" for name in sorted(set(values) - known)]
 
     def check(name: str, expected: str, accepts: Any) -> bool:

@@ -2,7 +2,7 @@
 
 import difflib
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
@@ -16,12 +16,25 @@ from longrope2.evaluation.config import EvaluationConfig
 from longrope2.export.config import ExportTable, VerifyConfig
 from longrope2.methods import METHODS
 from longrope2.models import TINY
-from longrope2.options import conforms, in_toml, in_words, plain, stated, unknown, wrong_entries
+from longrope2.options import (
+    Length,
+    conforms,
+    in_toml,
+    in_words,
+    option,
+    plain,
+    schema,
+    stated,
+    unknown,
+    wrong_entries,
+)
 from longrope2.search.config import SearchConfig
 from longrope2.training.config import TrainConfig
 
 DEFAULT_PRESET = "tiny-laptop"
 """The recipe of the model that comes with the package."""
+SCHEMA = "https://json-schema.org/draft/2020-12/schema"
+CLOSED_FORMS = [name for name in METHODS if name != ledger.AFTER_TRAINING]
 RECALL = "recall"
 """The path of a source that stands for the documents of [recall], whatever folders there are."""
 Table = dict[str, Any]
@@ -31,14 +44,14 @@ Table = dict[str, Any]
 class Recipe:
     """What to do with which model; tables hold what the file says, and defaults are those of each command."""
 
-    model: str = TINY
-    target_length: int
-    original_length: int | None = None
-    extend_again: bool = False
-    """Accept a model that was extended before."""
-    methods: tuple[str, ...] = ("pi", "ntk", "yarn")
-    """Closed forms to compare with."""
-    description: str = ""
+    model: str = option(TINY, "Folder with config.json, .gguf file, hub id, or the word tiny.")
+    target_length: Length = option(help="Window to reach, in tokens.", least=1)
+    original_length: Length | None = option(
+        None, "The trained window, where the config is silent or wrong about it.", least=1
+    )
+    extend_again: bool = option(False, "Accept a model that was extended before.")
+    methods: tuple[str, ...] = option(("pi", "ntk", "yarn"), "Closed forms to compare with.")
+    description: str = option("", "For people.")
     search: Table = field(default_factory=dict)
     plan: Table = field(default_factory=dict)
     source: tuple[Table, ...] = ()
@@ -67,29 +80,38 @@ def default_evaluations(original_length: int, target_length: int) -> tuple[Table
     )
 
 
-def _hints(*kinds: type, without: Sequence[str] = (), **more: Any) -> dict[str, Any]:
-    """Names and types of a table's keys, from the dataclasses it is for."""
-    found = {name: hint for kind in kinds for name, hint in get_type_hints(kind).items()}
-    return {name: hint for name, hint in {**found, **more}.items() if name not in without}
-
-
-def _stated_hints(kind: type) -> dict[str, Any]:
-    return {entry.name: entry.hint for entry in stated(kind) if entry.option.recipe}
+TABLES: dict[str, type] = {
+    "search": SearchConfig,
+    "plan": PlanConfig,
+    "source": Source,
+    "bucket": Bucket,
+    "recall": RecallConfig,
+    "train": TrainConfig,
+    "evaluate": EvaluationConfig,
+    "export": ExportTable,
+    "verify": VerifyConfig,
+}
+"""Whose options a table holds: those of the command of that stage."""
 
 
 def table_keys() -> dict[str, dict[str, Any]]:
-    """The keys of each table with their types: the options of the command of that stage."""
+    """The keys of each table with their types."""
     return {
-        "search": _stated_hints(SearchConfig),
-        "plan": _stated_hints(PlanConfig),
-        "source": _stated_hints(Source),
-        "bucket": _stated_hints(Bucket),
-        "recall": _stated_hints(RecallConfig),
-        "train": _stated_hints(TrainConfig),
-        "evaluate": _stated_hints(EvaluationConfig),
-        "export": _stated_hints(ExportTable),
-        "verify": _stated_hints(VerifyConfig),
+        table: {entry.name: entry.hint for entry in stated(kind) if entry.option.recipe}
+        for table, kind in TABLES.items()
     }
+
+
+def recipe_schema() -> dict[str, Any]:
+    """The JSON Schema of a recipe, with which editors complete and check one."""
+    tables = {table: schema(kind) for table, kind in TABLES.items()}
+    whole = schema(Recipe)
+    whole["properties"] |= {
+        table: {"type": "array", "items": content} if _is_list(table) else content for table, content in tables.items()
+    }
+    whole["properties"]["methods"]["items"] = {"enum": CLOSED_FORMS}
+    # The command line may give what is missing.
+    return {"$schema": SCHEMA, "title": "longrope2 recipe", **whole, "required": []}
 
 
 def read_recipe(
@@ -186,7 +208,7 @@ def find_recipe(name: str | Path) -> tuple[str, str, Path | None]:
 
 def _checked(values: Table, where: str) -> Table:
     """The file's content with lists as tuples; every wrong key and value is named at once."""
-    top = _hints(Recipe)
+    top = get_type_hints(Recipe)
     tables = table_keys()
     problems = [unknown(key, top) for key in values if key not in top]
     checked: Table = {}
@@ -204,8 +226,7 @@ def _checked(values: Table, where: str) -> Table:
             problems += [f"{subject}: {name} is missing" for name in _required(key) if name not in table]
     methods = checked.get("methods", ())
     if conforms(methods, top["methods"]):
-        known_forms = [name for name in METHODS if name != ledger.AFTER_TRAINING]  # which is no closed form
-        problems += [f"method {name!r} is not known" for name in methods if name not in known_forms]
+        problems += [f"method {name!r} is not known" for name in methods if name not in CLOSED_FORMS]
         problems += [f"method {name!r} is named twice" for name in sorted(set(methods)) if methods.count(name) > 1]
     if problems:
         known = ", ".join(f.name for f in fields(Recipe))
@@ -214,10 +235,8 @@ def _checked(values: Table, where: str) -> Table:
 
 
 def _required(key: str) -> list[str]:
-    """What a table must have, since its dataclass knows no default for it."""
-    kinds = {"source": Source, "bucket": Bucket, "recall": RecallConfig, "evaluate": EvaluationConfig}
-    found = fields(kinds[key]) if key in kinds else ()
-    return [f.name for f in found if f.default is MISSING and f.default_factory is MISSING]
+    """What a table must have, since there is no default for it."""
+    return [entry.name for entry in stated(TABLES[key]) if entry.option.recipe and entry.default is MISSING]
 
 
 def _is_list(key: str) -> bool:
