@@ -147,9 +147,10 @@ def build(kind: type[Config], subject: str, values: Mapping[str, Any]) -> Config
     """
     known = {entry.name: entry for entry in stated(kind)}
     wrong = [unknown(name, known) for name in values if name not in known]
-    wrong += [f"{name} is missing" for name in required(kind) if name not in values]
-    if wrong:
-        raise LongRopeError(all_problems(subject, wrong), hint=f"there are {', '.join(known)}")
+    missing = [name for name in required(kind) if name not in values]
+    if wrong or missing:
+        hint = f"there are {', '.join(known)}" if wrong else f"give {', '.join(known[name].flag for name in missing)}"
+        raise LongRopeError(all_problems(subject, wrong + [f"{name} is missing" for name in missing]), hint=hint)
     return _built(kind, values)
 
 

@@ -146,6 +146,54 @@ class SearchRecord(Record):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class NeedleTrial:
+    """Needles of one length and depth that were tried while training."""
+
+    length: int
+    depth: float
+    documents: int
+    nll: float | None
+    """Per answer token; None where it is not finite."""
+    exact: float
+    """The share of documents that were answered right."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NeedleLine:
+    """A line of log.jsonl: needles tried after a step."""
+
+    step: int
+    needles: tuple[NeedleTrial, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingRecord(Record):
+    """training.json: what was done with what, and what came of it."""
+
+    FORMAT: ClassVar[str] = "longrope2.training"
+
+    model: dict[str, Any]
+    factors: dict[str, Any]
+    plan: dict[str, Any]
+    config: dict[str, Any]
+    versions: dict[str, str]
+    processes: int
+    device: str
+    steps: int
+    tokens: int
+    seconds: float
+    losses: dict[Literal["first", "last"], dict[str, float]]
+    """Of the first and the last step, where any was logged."""
+    needles: dict[Literal["first", "last"], NeedleLine]
+    """The first and the last trial, where needles were tried."""
+
+    def __post_init__(self) -> None:
+        for name, ends in (("losses", self.losses), ("needles", self.needles)):
+            if len(ends) == 1:
+                raise ValueError(f"{name} must have first and last, or nothing, got {', '.join(ends)} alone")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StepRecord:
     """A step of an extension: from what it was made, and whether it is done."""
 

@@ -8,6 +8,7 @@ from longrope2 import ledger
 from longrope2.factors import RescaleFactors
 from longrope2.ledger import Ledger
 from longrope2.methods import rescale
+from longrope2.records import TrainingRecord
 from longrope2.rope import RopeSpec
 
 SPEC = RopeSpec(rotary_dim=64, theta=10_000.0, original_length=256)
@@ -98,7 +99,9 @@ def _train(folder, rng):
     (folder / ledger.TRAIN).mkdir(parents=True, exist_ok=True)
     (folder / ledger.TRAINING_LOG).write_text("".join(json.dumps(line) + "\n" for line in log))
     write(folder / ledger.TRAIN / "run.json", {"config": {"train": {"steps": STEPS}}})
-    write(folder / ledger.TRAINING_RECORD, {"config": {"train": {"seed": 5}}, "device": "cpu", "processes": 1})
+    facts = {"model": {}, "factors": {}, "plan": {}, "versions": {}, "config": {"train": {"seed": 5}}}
+    counts = {"processes": 1, "device": "cpu", "steps": 12, "tokens": 12, "seconds": 1.0, "losses": {}, "needles": {}}
+    TrainingRecord(**facts, **counts).save(folder / ledger.TRAINING_RECORD)
 
 
 def _evaluate(folder, step, rng):

@@ -21,10 +21,11 @@ from longrope2.errors import LongRopeError
 from longrope2.factors import RescaleFactors
 from longrope2.files import umask
 from longrope2.models import describe, rescale_model
+from longrope2.records import TrainingRecord
 from longrope2.rotary import rescaled
 from longrope2.training.config import TrainConfig
 from longrope2.training.estimate import known_gpu, shape_of, skeleton
-from longrope2.training.log import LogFile, StepReporter, TrainingRecord, read_log, show_record
+from longrope2.training.log import LogFile, StepReporter, read_log, show_record
 from longrope2.training.loop import StepResult
 from longrope2.training.train import train
 from test_models import write_gguf

@@ -8,14 +8,13 @@ from longrope2 import ledger
 from longrope2.errors import FactorsError, LongRopeError
 from longrope2.evaluation.results import RESULTS, SCORE, grid_misfit
 from longrope2.factors import RescaleFactors
-from longrope2.records import RunRecord, SearchRecord
+from longrope2.records import Record, RunRecord, SearchRecord, TrainingRecord
 from longrope2.shapes import misfit
 from longrope2.training.log import read_log, steps_in
 
 AGAIN = "run `longrope2 extend` again as before: what is damaged is made anew"
 RUN_ON = {"device": str, "processes": int}
 PLAN = {"rows": int, "config": {"seed": int}, "report": dict}
-TRAINING = {**RUN_ON, "config": {"train": dict}}
 RESULT = {**RUN_ON, "scores": [SCORE], "grids": dict, "seconds": float, "config": dict, "notes": list}
 VERIFIED = {...: [{"engine": str, "mode": str, "max_error": float | None, "verdict": str, "note": str}]}
 """What the page relies on in each file."""
@@ -40,12 +39,11 @@ def gather(folder: Path) -> dict[str, Any]:
         "versions": book.versions,
         "steps": steps,
         "outdated": [name for name in book.steps if name not in steps],
-        "search": _search(folder / ledger.SEARCH) if searched else None,
+        "search": _record(SearchRecord, folder / ledger.SEARCH) if searched else None,
         "factors": factors,
         "plan": _plan(folder / ledger.PLAN) if "data" in steps else None,
         "log": steps_in(log),
-        "needles_while_training": [line for line in log if "needles" in line],
-        "training": _json(folder / ledger.TRAINING_RECORD, TRAINING) if trained else None,
+        "training": _record(TrainingRecord, folder / ledger.TRAINING_RECORD) if trained else None,
         "scores": scores,
         "grids": grids,
         "evaluations": evaluations,
@@ -54,9 +52,9 @@ def gather(folder: Path) -> dict[str, Any]:
     }
 
 
-def _search(path: Path) -> dict[str, Any] | None:
+def _record(kind: type[Record], path: Path) -> dict[str, Any] | None:
     try:
-        return SearchRecord.load(path, hint=AGAIN).to_json()
+        return kind.load(path, hint=AGAIN).to_json()
     except FileNotFoundError:
         return None
 

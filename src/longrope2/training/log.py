@@ -5,13 +5,14 @@ import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longrope2.console import ProgressLine, say, show_table
 from longrope2.errors import MissingExtraError
 from longrope2.files import write_text
+from longrope2.records import NeedleLine, RecordError, TrainingRecord, parse
 from longrope2.shapes import misfit
 from longrope2.training.config import ResolvedConfig
 
@@ -24,46 +25,6 @@ LOG = "log.jsonl"
 RECORD = "training.json"
 STEP = {"step": int, "loss": float, "tokens": int, "seconds": float}
 """What the log has of every step; besides, the losses of the kinds of rows that it had."""
-NEEDLES = {"needles": [{"length": int, "depth": float, "exact": float}]}
-"""What the log has of needles that were tried."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingRecord:
-    """training.json: what was done with what, and what came of it."""
-
-    model: dict[str, Any]
-    factors: dict[str, Any]
-    plan: dict[str, Any]
-    config: dict[str, Any]
-    versions: dict[str, str]
-    processes: int
-    device: str
-    steps: int
-    tokens: int
-    seconds: float
-    losses: dict[str, dict[str, float]]
-    """Of the `first` and the `last` step, where any was logged."""
-    needles: dict[str, dict[str, Any]]
-    """The log's lines of the `first` and the `last` trial, where needles were tried."""
-
-    def to_json(self) -> dict[str, Any]:
-        """As the file holds it."""
-        return {"format": "longrope2.training", "version": 1, **asdict(self)}
-
-    @classmethod
-    def from_json(cls, values: Any) -> "TrainingRecord":
-        """Read it back; ValueError says what is damaged."""
-        ends = {"losses": {...: float}, "needles": NEEDLES}
-        parts: dict[str, Any] = {
-            name: {"first": part, "last": part} if isinstance(values, dict) and values.get(name) else dict
-            for name, part in ends.items()
-        }
-        numbers = {"processes": int, "device": str, "steps": int, "tokens": int, "seconds": float}
-        others = {"model": dict, "factors": dict, "plan": dict, "versions": dict, "config": {"save_dtype": str}}
-        if problem := misfit(values, {**others, **numbers, **parts}):
-            raise ValueError(f"{RECORD} is damaged: {problem}")
-        return cls(**{field.name: values[field.name] for field in fields(cls)})
 
 
 def show_record(record: TrainingRecord, folder: Path) -> None:
@@ -78,10 +39,10 @@ def show_record(record: TrainingRecord, folder: Path) -> None:
     if record.needles:
         before, after = (
             {
-                f"needles found at {needle['length']:,} tokens, depth {needle['depth']:g}": needle["exact"]
-                for needle in record.needles[end]["needles"]
+                f"needles found at {needle.length:,} tokens, depth {needle.depth:g}": needle.exact
+                for needle in line.needles
             }
-            for end in ("first", "last")
+            for line in (record.needles["first"], record.needles["last"])
         )
         rows += [[name, f"{before[name]:.0%}" if name in before else "-", f"{after[name]:.0%}"] for name in after]
     show_table(
@@ -104,6 +65,15 @@ def read_log(path: Path) -> list[dict[str, Any]]:
         if isinstance(values, dict) and isinstance(values.get("step"), int):
             lines.append(values)
     return lines
+
+
+def needles_in(log: Sequence[dict[str, Any]]) -> list[NeedleLine]:
+    """The lines of a log that report needles; damaged ones are passed over."""
+    found = []
+    for line in (line for line in log if "needles" in line):
+        with suppress(RecordError):
+            found.append(parse(NeedleLine, line, LOG))
+    return found
 
 
 def steps_in(log: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -30,12 +30,12 @@ from longrope2.interrupts import interrupts
 from longrope2.models import ModelInfo, check_factors, describe, load, load_tokenizer, weights_fingerprint
 from longrope2.needles import NeedleDocument
 from longrope2.options import identity
-from longrope2.shapes import misfit
+from longrope2.records import RecordError, TrainingRecord
 from longrope2.training.checkpoint import FOLDER as CHECKPOINTS
 from longrope2.training.checkpoint import step_name
 from longrope2.training.config import ResolvedConfig, TrainConfig, cannot_start, train_config
 from longrope2.training.estimate import ModelShape, known_gpu, shape_of, skeleton
-from longrope2.training.log import LOG, NEEDLES, RECORD, StepReporter, TrainingRecord, losses_in, read_log, steps_in
+from longrope2.training.log import LOG, RECORD, StepReporter, losses_in, needles_in, read_log, steps_in
 from longrope2.training.loop import PlanRows, train_loop
 from longrope2.training.retrieval import Retrieval, needle_documents
 from longrope2.training.trainable import add_lora, freeze, merged
@@ -307,6 +307,8 @@ def _finished(output: Path, run: TrainingRun) -> TrainingRecord | None:
         return None
     try:
         return read_record(folder, dtype=run.config.save_dtype)
+    except RecordError as error:
+        problem = error.message
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         problem = str(error)
     if not (output / CHECKPOINTS / step_name(steps)).is_dir():
@@ -322,8 +324,9 @@ def _finished(output: Path, run: TrainingRun) -> TrainingRecord | None:
 
 def read_record(folder: Path, *, dtype: str) -> TrainingRecord:
     """The record in the folder of a trained model; refuses one that is not whole, or has weights of another type."""
-    values, *_ = (_read(folder / name) for name in (RECORD, FACTORS_FILE, "config.json", "tokenizer_config.json"))
-    record = TrainingRecord.from_json(values)
+    for name in (FACTORS_FILE, "config.json", "tokenizer_config.json"):
+        _read(folder / name)
+    record = TrainingRecord.load(folder / RECORD)
     files = _read(folder / INDEX)["weight_map"].values() if (folder / INDEX).exists() else ["model.safetensors"]
     for name in set(files):
         with safe_open(folder / name, framework="pt"):  # refuses one whose size is not what its header says
@@ -419,7 +422,7 @@ def _record(run: TrainingRun, output: Path, here: World) -> TrainingRecord:
             f"{output / LOG} lacks {lost} of {run.config.steps} steps: tokens, seconds and losses in {RECORD} "
             "are those of the others; the weights are not touched by that"
         )
-    needles = [line for line in log if misfit(line, NEEDLES) is None]
+    needles = needles_in(log)
     info, factors, plan = run.info, run.factors, run.plan
     return TrainingRecord(
         model={"name": info.name, "revision": info.revision, "weights": run.identity["weights"]},
@@ -468,7 +471,7 @@ def write_model(model: Any, run: TrainingRun, folder: Path, record: TrainingReco
             tokenizer.model_max_length = factors.target_length
             tokenizer.save_pretrained(temporary)
             factors.save(temporary / FACTORS_FILE)
-            write_json(temporary / RECORD, record.to_json())
+            record.save(temporary / RECORD)
     except (OSError, SafetensorError) as error:
         raise LongRopeError(
             f"{folder}: the trained model cannot be written ({error})",
