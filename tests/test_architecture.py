@@ -14,10 +14,10 @@ PACKAGE = Path(longrope2.__file__).parent
 
 # A module may import only those listed before it. docs/architecture.md says what each one is for.
 ORDER = [
-    "errors", "options", "shapes", "intervals", "files", "malloc", "journal", "records", "console", "distributed",
-    "interrupts", "rope", "factors", "figures", "methods", "families", "gguf_model", "models", "rotary", "generation",
-    "kernels", "attention", "books", "codec", "needles", "perplexity", "calibration", "search", "data", "training",
-    "evaluation", "export", "ledger", "report", "watching", "pipeline", "api", "inspection", "cli",
+    "errors", "options", "shapes", "intervals", "files", "malloc", "runfolder", "journal", "records", "console",
+    "distributed", "interrupts", "rope", "factors", "figures", "methods", "families", "gguf_model", "models", "rotary",
+    "generation", "kernels", "attention", "books", "codec", "needles", "perplexity", "calibration", "search", "data",
+    "training", "evaluation", "export", "ledger", "report", "watching", "pipeline", "api", "inspection", "cli",
 ]  # fmt: skip
 
 

@@ -182,7 +182,7 @@ class TestTheCommand:
             ({"depths": ()}, "depth must name one place or more, got none"),
             ({"store": True}, "--store writes into the config.json of a folder that has its own factors"),
             ({"factors": None}, "no factors were given, and tiny has none of its own\nhint: pass --factors FILE"),
-            ({"output": Path(__file__)}, "test_calibration.py/calibration.json: cannot be written"),
+            ({"output": Path(__file__)}, "test_calibration.py is a file, a folder is needed"),
             ({"output": "TAKEN"}, r"calibration.json: cannot be written \(Is a directory\)"),
             ({"output": Path(__file__).parent}, "neither empty nor a run of `longrope2 calibrate`"),
             ({"seed": -1}, "seed must be at least 0, got -1"),

@@ -17,7 +17,7 @@ from longrope2.models import ModelInfo, describe, rescale_model
 from longrope2.models import load as load_model
 from longrope2.options import build
 from longrope2.search.config import check, search_config
-from longrope2.search.run import check_output, search
+from longrope2.search.run import run_folder, search
 from longrope2.training import train as training
 
 
@@ -52,8 +52,7 @@ def search_factors(
     config = search_config(target_length=target_length, **options)
     check(config, info.rope)
     with world(group_size=config.tensor_parallel) as here:
-        if output is not None and here.is_main:
-            check_output(Path(output))
+        run_folder(_path(output) if here.is_main else None).check()
         loaded = load_model(info, device=here.device(), tensor_parallel=config.tensor_parallel)
         return search(loaded, config, _path(output), here).factors
 

@@ -9,7 +9,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
@@ -36,10 +36,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
     """
     with _temporary(path) as temporary:
         if is_locked(temporary):  # where there are no locks, nobody knows whose the others are
-            for other in path.parent.glob(f".{glob.escape(path.name)}{PARTIAL}*"):
-                with suppress(OSError), other.open("rb") as left:
-                    if _locked(left.fileno()):
-                        other.unlink()
+            sweep(path.parent.glob(f".{glob.escape(path.name)}{PARTIAL}*"))
         temporary.chmod(0o666 & ~umask())
         yield temporary
         with temporary.open("rb") as written:
@@ -50,10 +47,12 @@ def atomic_path(path: Path) -> Iterator[Path]:
             raise _unwritable(path, error) from error
 
 
-def sweep(folder: Path) -> None:
-    """Remove what kills have left of files under way, below a folder that this process has for itself."""
-    for left in folder.rglob(f".*{PARTIAL}*"):
-        left.unlink(missing_ok=True)
+def sweep(partial: Iterable[Path]) -> None:
+    """Remove what kills have left of files under way: those that no process holds."""
+    for path in partial:
+        with suppress(OSError), path.open("rb") as left:
+            if _locked(left.fileno()):
+                path.unlink()
 
 
 @contextmanager
@@ -201,21 +200,6 @@ def _has_lost(error: BaseException, folder: Path) -> bool:
     if not isinstance(error, FileNotFoundError) or not isinstance(error.filename, str | bytes) or folder.exists():
         return False
     return Path(os.fsdecode(error.filename)).absolute().is_relative_to(folder.absolute())
-
-
-def refuse_foreign(folder: Path, command: str, *marks: str, beside: str | Path | None = None) -> None:
-    """Keep a command from writing among the files of other things; a folder of its own has one of these marks.
-
-    The file that a run is made from, `beside`, may lie where its results go.
-    """
-    if not folder.is_dir() or any((folder / mark).exists() for mark in marks):
-        return
-    known = None if beside is None else Path(beside).resolve()
-    # Hidden files are a lock, what a kill left at the very start, or a system's own.
-    if any(not path.name.startswith(".") and path.resolve() != known for path in folder.iterdir()):
-        raise LongRopeError(
-            f"{folder}: neither empty nor a run of `longrope2 {command}`", hint="use another folder, or an empty one"
-        )
 
 
 def is_locked(path: Path) -> bool:

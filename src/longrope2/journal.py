@@ -6,11 +6,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from longrope2.errors import LongRopeError, all_problems
+from longrope2.errors import LongRopeError
+from longrope2.runfolder import require_same
 
-NAMES = {"model": "weights", "config.books": "documents"}
-"""Entries of a header that only name what another identifies by its content: a folder may have been moved, or its path
-spelled another way."""
 TIME = "time"
 """The entries that say how long the ones before them took."""
 
@@ -107,25 +105,14 @@ class JournalFile:
                 ) from error
 
     def _check_header(self, path: Path, found: dict[str, Any], expected: dict[str, Any]) -> None:
-        expected = _flat(json.loads(json.dumps(expected)))
-        found = _flat({key: value for key, value in found.items() if key != "type"})
-        different = [key for key in sorted(set(found) | set(expected)) if found.get(key) != expected.get(key)]
-        different = [key for key in different if key not in NAMES or NAMES[key] in different]
-        if different:
-            differences = [f"{key}: {found.get(key)!r} on disk, {expected.get(key)!r} now" for key in different]
-            raise JournalError(
-                all_problems(f"{path} belongs to another {self.job}", differences),
-                hint=f"{self.verb} into another folder, or delete this one",
-            )
+        require_same(
+            {key: value for key, value in found.items() if key != "type"},
+            expected,
+            f"{path} belongs to another {self.job}",
+            hint=f"{self.verb} into another folder, or delete this one",
+            error=JournalError,
+        )
 
 
 def _no_number(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested tables as one, by dotted names, so that a difference can be named."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat

@@ -5,15 +5,15 @@ import json
 import shutil
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from longrope2 import files
 from longrope2.errors import LongRopeError
 from longrope2.records import RecordError, RunRecord, StepRecord
+from longrope2.runfolder import RunFolder
 
 LEDGER = "pipeline.json"
 STAGES = ("search", "data", "train", "evaluate", "export", "verify", "report")
@@ -39,7 +39,7 @@ AGAIN = "run `longrope2 extend` again as before: it makes the file again, and st
 WHOLE_HASH = 64 << 20
 """Bytes up to which a file is hashed whole; of larger ones samples must do."""
 SAMPLES, SAMPLE_BYTES = 64, 1 << 14
-LOCK = ".lock"
+run_folder = partial(RunFolder, command="extend", verb="at work", marks=(LEDGER,), lock=".lock")
 DAMAGED = "pipeline.json.damaged"
 """Where a ledger goes that cannot be read."""
 
@@ -170,16 +170,6 @@ def _file_digest(path: Path) -> str:
             content.seek((size - SAMPLE_BYTES) * sample // (SAMPLES - 1))
             digest.update(content.read(SAMPLE_BYTES))
     return digest.hexdigest()[:16]
-
-
-def only_one(folder: Path) -> AbstractContextManager[None]:
-    """Keep a second process out of a run's folder."""
-    return files.only_one(folder, "another process is at work there", hint="wait for it to end", file=LOCK)
-
-
-def is_at_work(folder: Path) -> bool:
-    """Whether a process works in a run's folder right now."""
-    return files.is_locked(folder / LOCK)
 
 
 def age(entry: StepRecord) -> float:

@@ -42,7 +42,7 @@ class View:
 def look(folder: Path) -> list[View]:
     """Every stage of a run, in order."""
     book = ledger.require_ledger(folder)
-    at_work = ledger.is_at_work(folder)
+    at_work = ledger.run_folder(folder).is_at_work()
     return [_view(folder, book, stage, at_work=at_work) for stage in _stages(book)]
 
 
@@ -178,7 +178,7 @@ def run_watch(folder: Path, *, once: bool, every: float) -> None:
         return
     try:
         with Live(_table(folder, views), console=console, auto_refresh=False) as live:
-            while ledger.is_at_work(folder):  # also between two steps, where none is running
+            while ledger.run_folder(folder).is_at_work():  # also between two steps, where none is running
                 time.sleep(every)
                 live.update(_table(folder, look(folder)), refresh=True)
             live.update(_table(folder, look(folder)), refresh=True)  # how it ended

@@ -365,7 +365,7 @@ def test_what_is_left_out_and_what_is_written_is_told(tmp_path, monkeypatch, cap
         (["--suite", "niah", "--samples", "373"], "samples must be at most 372 for niah, got 373\nhint: see"),
         (["--suite", "niah", "--chat"], "the tokenizer has no chat template"),
         (["--suite", "niah", "--books", "nosuch"], "'nosuch' is neither a file or folder"),
-        (["--suite", "niah", "-o", "taken"], "taken: cannot be written (File exists)\nhint: give another path"),
+        (["--suite", "niah", "-o", "taken"], "taken is a file, a folder is needed\nhint: name a folder"),
         (["--suite", "niah", "-o", "searched"], "searched: neither empty nor a run of `longrope2 evaluate`"),
         (["--suite", "niah", "-o", "odd"], "odd/results.json: cannot be written (Is a directory)\nhint: give another"),
         (["--suite", "perplexity,niah", "--lengths", "256,127"], "of 127 tokens has no room"),

@@ -308,7 +308,7 @@ class TestOutput:
         # As a trained model that was given the card of its export.
         export("tiny", tmp_path / "uploaded", factors=tiny_factors())
         tiny_factors().save(tmp_path / "uploaded" / "factors.json")
-        refused = "is not an export of longrope2, and is never replaced"
+        refused = "neither empty nor a run of `longrope2 export`"
         messages = {"file": "is a file"} | dict.fromkeys(("home", "base", "trained", "uploaded"), refused)
         before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
         for name, message in messages.items():

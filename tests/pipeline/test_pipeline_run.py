@@ -307,11 +307,11 @@ def test_a_strange_folder_and_a_second_process_are_refused(place, recipe, tmp_pa
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(LongRopeError, match="neither empty nor a run"):
         job(place, recipe, tmp_path, "search")
-    with pytest.raises(LongRopeError, match=r"notes\.txt: a file, a folder is needed"):
+    with pytest.raises(LongRopeError, match=r"notes\.txt is a file, a folder is needed"):
         job(place, recipe, tmp_path / "notes.txt", "search")
     (tmp_path / "notes.txt").rename(tmp_path / ".notes.txt")
     own = shutil.copy(recipe, tmp_path / "recipe.toml")
-    with ledger.only_one(tmp_path), pytest.raises(LongRopeError, match="another process is at work"):
+    with ledger.run_folder(tmp_path).alone(), pytest.raises(LongRopeError, match="another process is at work"):
         job(place, own, tmp_path, "search").run()
     with pytest.raises(LongRopeError, match="train needs search and data"):
         job(place, recipe, tmp_path / "new", "train")

@@ -9,7 +9,7 @@ from report_samples import make_run
 from longrope2 import ledger
 from longrope2.cli import cli
 from longrope2.errors import LongRopeError
-from longrope2.ledger import Ledger, only_one
+from longrope2.ledger import Ledger, run_folder
 from longrope2.watching import look
 
 
@@ -31,14 +31,14 @@ def test_training_under_way_tells_when_it_ends(tmp_path):
     log = (folder / ledger.TRAINING_LOG).read_text().splitlines()
     (folder / ledger.TRAINING_LOG).write_text("\n".join(log[:4]) + '\n{"step": 5, "lo')  # a line being written
     Ledger(folder).start("train", {"model": {}, "options": {}, "needs": {}})
-    with only_one(folder):
+    with run_folder(folder).alone():
         train = {view.stage: view for view in look(folder)}["train"]
     assert (train.state, train.left) == ("running", 16.0)  # 8 steps of 2 seconds
     assert train.text.startswith("step 4 of 12, loss 3.250")
     train = {view.stage: view for view in look(folder)}["train"]
     assert (train.state, train.left) == ("interrupted", None)
     assert states(folder)["evaluate"] == "waiting"
-    with only_one(folder):  # who looks keeps nobody out
+    with run_folder(folder).alone():  # who looks keeps nobody out
         pass
 
 
@@ -49,7 +49,7 @@ def test_a_search_under_way_tells_its_best(tmp_path):
     # The first population and an iteration are done, and the next one has begun.
     (folder / ledger.HISTORY).write_text("".join(lines[:9]) + earlier + "{")
     Ledger(folder).start("search", {"model": {}, "options": {}, "needs": {}})
-    with only_one(folder):
+    with run_folder(folder).alone():
         search = look(folder)[0]
     assert search.text == "2,048 tokens, iteration 2 of 4, 3 evaluations, best perplexity 1.75"
     # Three more as long as these two, in an earlier session, and then five that take four times as long.
@@ -93,7 +93,7 @@ def test_following_goes_on_between_two_steps(tmp_path, monkeypatch):
     folder = make_run(tmp_path / "run", stages=("search",))  # done, and the next one not yet begun
     naps = []
     with ExitStack() as run:
-        run.enter_context(only_one(folder))
+        run.enter_context(run_folder(folder).alone())
 
         def sleep(seconds):
             naps.append(seconds)

@@ -920,7 +920,7 @@ def test_words_that_mean_nothing_are_refused():
         (["--books", "EMPTY"], "no .txt file in this folder"),
         (["--tensor-parallel", 2], "cannot form groups of 2\nhint: start with: torchrun --nproc-per-node 2"),
         (["--tensor-parallel", 0], "tensor_parallel must be at least 1, got 0"),
-        (["-o", "SHORT/short.txt"], "short.txt/search.json: cannot be written (File exists)\nhint: give another path"),
+        (["-o", "SHORT/short.txt"], "short.txt is a file, a folder is needed\nhint: name a folder"),
         (["--race", "sometimes"], "Invalid value for '--race'"),
     ],
 )

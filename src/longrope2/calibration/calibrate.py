@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -24,15 +25,17 @@ from longrope2.console import ConsoleTable, ProgressLine, say, warn
 from longrope2.errors import DataError, FactorsError, LongRopeError, MissingExtraError
 from longrope2.factors import RescaleFactors
 from longrope2.figures import draw_calibration
-from longrope2.files import check_writable, only_one, package_versions, refuse_foreign, write_json
+from longrope2.files import package_versions, write_json
 from longrope2.generation.saved import carries_factors, read_factors, store_switch_length
 from longrope2.journal import JournalFile
 from longrope2.models import LoadedModel, check_factors, describe, load, load_tokenizer, weights_fingerprint
 from longrope2.needles import NeedleDocument, documents_digest, make_needles
 from longrope2.options import identity
 from longrope2.perplexity import Score, Scorer, scoring
+from longrope2.runfolder import RunFolder
 
 RESULT, SCORES = "calibration.json", "scores.jsonl"
+_folder = partial(RunFolder, command="calibrate", verb="calibrating", marks=(RESULT, SCORES))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,9 +114,7 @@ def calibrate(
     elif not carries_factors(info):
         raise FactorsError(f"no factors were given, and {model} has none of its own", hint="pass --factors FILE")
     config.check(given.target_length if given else info.reading.window, load_tokenizer(info))
-    if output is not None:
-        refuse_foreign(output, "calibrate", RESULT, SCORES, beside=factors)
-        check_writable(output / RESULT)
+    _folder(output, beside=factors).check()
     loaded = load(info)
     try:
         result = measure(loaded, given or read_factors(info.reading), config, output)
@@ -160,7 +161,7 @@ def measure(
         "weights": weights_fingerprint(loaded.info),
         "documents": documents_made,
     }
-    alone = only_one(output, "another process is calibrating there")
+    alone = _folder(output).alone()
     with alone, closing(_Journal(output, header)) as journal, scoring(loaded.model, factors) as scorer:
         for length, documents in by_length.items():
             scores: dict[str, list[Score]] = {}

@@ -2,8 +2,9 @@
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -22,14 +23,16 @@ from longrope2.evaluation.suite import Setup, Suite, SuiteOutcome, chat_frame
 from longrope2.evaluation.suites import SUITES
 from longrope2.evaluation.table import run_tables
 from longrope2.factors import RescaleFactors
-from longrope2.files import check_writable, only_one, package_versions, refuse_foreign, write_json
+from longrope2.files import package_versions, write_json
 from longrope2.generation.saved import carries_factors, read_factors, with_origin
 from longrope2.generation.switch import check_switch_length
 from longrope2.generation.switch import load as load_switching
+from longrope2.runfolder import RunFolder
 
 BackendName = Literal["torch", "vllm"]
 JOURNAL = "generations.jsonl"
 SAMPLES = "samples"
+_folder = partial(RunFolder, command="evaluate", verb="evaluating", marks=(RESULTS, JOURNAL, SAMPLES))
 
 
 def check_suites(config: EvaluationConfig, window: int, tokenizer: Any) -> None:
@@ -102,7 +105,7 @@ def run_evaluation(
     _check(config, info, factors, window, switch_length, backend_name)
     described = _described(info, factors)
     started = time.monotonic()
-    with world() as here, _alone(output, file, here):
+    with world() as here, _folder(output if here.is_main else None, beside=file).check().alone():
         backend, facts = _backend(info, factors, window, switch_length, backend_name, here)
         header = {
             "version": __version__,
@@ -179,17 +182,6 @@ def _check(
                 f"--backend vllm cannot run {' and '.join(cannot)}", hint="leave --backend at its default"
             )
     check_suites(config, window, models.load_tokenizer(info))
-
-
-@contextmanager
-def _alone(output: Path, factors_file: str | Path | None, here: World) -> Iterator[None]:
-    """Keep other evaluations out of the folder, and see that it holds nothing else and takes the results."""
-    if here.is_main:
-        refuse_foreign(output, "evaluate", JOURNAL, RESULTS, SAMPLES, beside=factors_file)
-    with only_one(output if here.is_main else None, "another process is evaluating there"):
-        if here.is_main:
-            check_writable(output / RESULTS)
-        yield
 
 
 def _backend(

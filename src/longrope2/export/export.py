@@ -20,6 +20,7 @@ from longrope2.factors import RescaleFactors
 from longrope2.files import package_versions
 from longrope2.generation.saved import carries_factors, read_factors, with_origin
 from longrope2.models import describe
+from longrope2.runfolder import RunFolder
 
 PRECISIONS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -142,6 +143,13 @@ def _source_card(source: SourceModel) -> str | None:
     return file.read_text(encoding="utf-8", errors="replace") if file and file.is_file() else None
 
 
+class ExportFolder(RunFolder):
+    """Replaced as a whole: all of it has to be an export, hidden files included."""
+
+    def _is_foreign(self, path: Path) -> bool:
+        return any(path.iterdir()) and not is_exported_folder(path)
+
+
 def check_output(output: Path, *, source: str, force: bool, is_folder: bool, is_ours: Callable[[Path], bool]) -> None:
     """Raise unless `output` may be written: it is free, or an earlier export and `force` is given."""
     if output.exists() and Path(source).exists() and Path(source).resolve().is_relative_to(output.resolve()):
@@ -153,9 +161,11 @@ def check_output(output: Path, *, source: str, force: bool, is_folder: bool, is_
         )
     if not output.exists() or (is_folder and output.is_dir() and not any(output.iterdir())):
         return
-    if is_folder != output.is_dir():
-        raise LongRopeError(f"{output} is a {'file' if is_folder else 'folder'}", hint="name another place with -o")
-    if not is_ours(output):
+    if is_folder:
+        ExportFolder(output, "export", "exporting", ()).refuse_foreign()
+    elif output.is_dir():
+        raise LongRopeError(f"{output} is a folder", hint="name another place with -o")
+    elif not is_ours(output):
         raise LongRopeError(
             f"{output} is not an export of longrope2, and is never replaced", hint="name another place with -o"
         )

@@ -14,14 +14,15 @@ from longrope2 import ledger
 from longrope2.console import duration, say, show_json, show_table, warn
 from longrope2.distributed import world
 from longrope2.errors import LongRopeError, chosen
-from longrope2.files import package_versions, refuse_foreign, sweep
-from longrope2.ledger import STAGES, TRAINING, Ledger, fingerprint, only_one
+from longrope2.files import package_versions
+from longrope2.ledger import STAGES, TRAINING, Ledger, fingerprint
 from longrope2.models import describe
 from longrope2.pipeline.checks import check_recipe
 from longrope2.pipeline.recipe import Recipe, default_evaluations, read_recipe
 from longrope2.pipeline.steps import Setting, Step, make_steps, plan_is_usable
 from longrope2.report.gather import gather
 from longrope2.report.summary import UNTRAINED, Summary, summarise
+from longrope2.runfolder import differences
 
 EARLIER = "earlier"
 """Where results go that other options have replaced."""
@@ -108,7 +109,7 @@ class Job:
         self.folder = folder
         self.notes: list[str] = []
         """What people should know before it starts."""
-        refuse_foreign(folder, "extend", ledger.LEDGER, beside=config)
+        ledger.run_folder(folder, beside=config).refuse_foreign()
         recipe = read_recipe(config, model=model, note=self.notes.append, **given)
         info = describe(recipe.model, original_length=recipe.original_length)
         info.refuse_rescaled(extend_again=recipe.extend_again)
@@ -168,8 +169,7 @@ class Job:
             # Tables of single stages are progress here; stdout belongs to the result.
             stack.enter_context(contextlib.redirect_stdout(sys.stderr))
             if is_main:
-                stack.enter_context(only_one(self.folder))
-                sweep(self.folder)
+                stack.enter_context(ledger.run_folder(self.folder).alone())
                 if kept := ledger.keep_damaged(self.folder):
                     warn(
                         f"{self.folder / ledger.LEDGER} is damaged (kept as {kept.name}) and made anew: "
@@ -246,12 +246,11 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Which inputs are others than before."""
     parts: list[str] = []
     for group in ("model", "options", "needs"):
-        old, new = before.get(group, {}), now[group]
-        changed = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+        changed = differences(before.get(group, {}), now[group])
         if group == "needs":
             parts += [f"{', '.join(changed)} changed"] if changed else []
         else:
-            parts += [_shortened(f"{name} {old.get(name)} → {new.get(name)}") for name in changed]
+            parts += [_shortened(f"{name} {old} → {new}") for name, (old, new) in changed.items()]
     return "; ".join(parts)
 
 

@@ -2,9 +2,10 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from longrope2.console import ProgressLine, say, show_json, warn
 from longrope2.distributed import World, world
 from longrope2.errors import LongRopeError
 from longrope2.factors import RescaleFactors
-from longrope2.files import check_writable, only_one, package_versions, refuse_foreign
+from longrope2.files import package_versions
 from longrope2.methods import METHODS
 from longrope2.models import LoadedModel, describe, load, rescale_model, weights_fingerprint
 from longrope2.needles import NeedleDocument, PlainDocument, documents_digest, make_needles, make_plain
@@ -30,6 +31,7 @@ from longrope2.records import (
     SearchScore,
     WindowScore,
 )
+from longrope2.runfolder import RunFolder
 from longrope2.search.config import Bounds, SearchConfig, check, search_config
 from longrope2.search.evolution import Outcome, evolve
 from longrope2.search.journal import Journal
@@ -38,6 +40,8 @@ from longrope2.search.record import RECORD, iterations, measurement, show_search
 from longrope2.search.space import Genome, SearchSpace
 
 HISTORY = "history.jsonl"
+# TensorBoard's folder, too: it stays when a damaged journal was removed, as the message asks for.
+run_folder = partial(RunFolder, command="search", verb="searching", marks=(RECORD, HISTORY, "tensorboard"))
 CLOSED_FORMS = tuple(name for name in METHODS if name != "longrope2")
 """What the result is compared with, each on all documents that were held out."""
 WINDOW_FRACTIONS = (0.25, 0.5, 1.0)
@@ -93,12 +97,14 @@ def search(
     header = _header(loaded, config, documents)
     chance = _chance([documents[index] for index in last.documents])
     started = time.monotonic()
+    own = output if here.is_main else None
 
     def scores_of(genome: Genome, indices: range) -> list[Score]:
         return [journal.known.scores[genome.key(), index] for index in indices]
 
     try:
-        with _open_journal(output, header, here) as journal:
+        with run_folder(own).alone(), closing(Journal(own and own / HISTORY, header)) as journal:
+            journal.known = here.gather(journal.known)[0]
             if journal.resumed:
                 say_here(f"resuming: {journal.resumed:,} evaluations found in {output}")
             assert config.objective is not None
@@ -247,19 +253,11 @@ def run_search(
     info.refuse_rescaled(extend_again=extend_again)
     check(config, info.rope)  # before an 8B model is loaded for nothing
     with world(group_size=config.tensor_parallel) as here:
-        if here.is_main:
-            check_output(output)
+        run_folder(output if here.is_main else None).check()
         loaded = load(info, device=here.device(), tensor_parallel=config.tensor_parallel)
         found = search(loaded, config, output, here)
         if here.is_main:
             show_json(found.record.to_json()) if as_json else show_search(output, *found)
-
-
-def check_output(output: Path) -> None:
-    """Refuse a folder that holds other things, or cannot be written to."""
-    # TensorBoard's folder, too: it stays when a damaged journal was removed, as the message asks for.
-    refuse_foreign(output, "search", HISTORY, RECORD, "tensorboard")
-    check_writable(output / RECORD)
 
 
 def _space(config: SearchConfig, baseline: RescaleFactors, length: int) -> SearchSpace:
@@ -299,18 +297,6 @@ def _header(loaded: LoadedModel, config: SearchConfig, documents: Sequence[Docum
         "stages": tuple(config.stages(loaded.info.rope)),
         "config": {name: value for name, value in asdict(config).items() if name != "tensor_parallel"},
     }
-
-
-@contextmanager
-def _open_journal(output: Path | None, header: dict[str, Any], here: World) -> Iterator[Journal]:
-    """What is known of a search, on every process; meanwhile no other search may work in its folder."""
-    folder = output if here.is_main else None
-    with (
-        only_one(folder, "another process is searching there"),
-        closing(Journal(folder and folder / HISTORY, header)) as journal,
-    ):
-        journal.known = here.gather(journal.known)[0]
-        yield journal
 
 
 def _scored_tokens(document: Document) -> int:

@@ -9,6 +9,7 @@ import json
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,14 @@ from longrope2.data.plan import Plan, read_plan
 from longrope2.distributed import World, world
 from longrope2.errors import DataError, LongRopeError, all_problems, require
 from longrope2.factors import RescaleFactors
-from longrope2.files import atomic_folder, only_one, package_versions, refuse_foreign, write_json
+from longrope2.files import atomic_folder, package_versions, write_json
 from longrope2.generation.saved import FACTORS_FILE, warn_of_single_attention_factor, write_factors
 from longrope2.interrupts import interrupts
 from longrope2.models import ModelInfo, check_factors, describe, load, load_tokenizer, weights_fingerprint
 from longrope2.needles import NeedleDocument
 from longrope2.options import identity
 from longrope2.records import RecordError, TrainingRecord
+from longrope2.runfolder import RunFolder, differences, require_same
 from longrope2.training.checkpoint import FOLDER as CHECKPOINTS
 from longrope2.training.checkpoint import step_name
 from longrope2.training.config import ResolvedConfig, TrainConfig, cannot_start, train_config
@@ -42,6 +44,7 @@ from longrope2.training.trainable import add_lora, freeze, merged
 
 MODEL = "model"
 SETTINGS = "run.json"
+_folder = partial(RunFolder, command="train", verb="training", marks=(SETTINGS,))
 INDEX = "model.safetensors.index.json"
 SHARD_SIZE = "5GB"
 LARGE_BYTES = 2 * 10**9
@@ -80,7 +83,7 @@ def train(
         if refusal is not None:
             raise refusal
         if record is None:
-            with only_one(output if here.is_main else None, "another process is training there"):
+            with _folder(output if here.is_main else None).alone():
                 if here.is_main:
                     write_json(output / SETTINGS, run.settings())
                 record = _train_and_write(run, output, here, wandb)
@@ -256,16 +259,12 @@ def _look_at(output: Path, run: TrainingRun) -> tuple[TrainingRecord | None, Lon
 
 def _holds(output: Path, wanted: dict[str, Any]) -> bool:
     """Whether this run has begun in a folder; one with anything else is refused."""
-    if not output.exists():
-        return False
-    if not output.is_dir():
-        raise LongRopeError(f"{output} is a file, a folder is needed", hint="name a folder, new or empty")
+    _folder(output).refuse_foreign()
     try:
         before = json.loads((output / SETTINGS).read_text(encoding="utf-8"))["identity"]
         if not isinstance(before, dict):
             raise TypeError(f"identity is {before!r}")
-    except FileNotFoundError:
-        refuse_foreign(output, "train", SETTINGS)
+    except (FileNotFoundError, NotADirectoryError):
         return False
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise LongRopeError(
@@ -273,21 +272,13 @@ def _holds(output: Path, wanted: dict[str, Any]) -> bool:
             hint="use another folder, or copy that file back; what is beside it was not touched",
         ) from error
     _check_kinds(output)
-    now = json.loads(json.dumps(wanted))  # tuples have become lists in the file, too
-    differences = [
-        f"{name}: {before.get(name)} there, {now.get(name)} asked for"
-        for name in {**now, **before}
-        if now.get(name) != before.get(name)
-    ]
-    if not differences:
-        return True
-    if not (output / MODEL).exists() and not list((output / CHECKPOINTS).glob("step-*")):
+    has_saved = (output / MODEL).exists() or any((output / CHECKPOINTS).glob("step-*"))
+    if not has_saved and differences(before, wanted):
         say(f"{output}: a run with other options began there and saved nothing; this one takes its place")
         return False
-    raise LongRopeError(
-        all_problems(f"{output} holds another run", differences),
-        hint="use the same options to go on with it, or another folder",
-    )
+    hint = "use the same options to go on with it, or another folder"
+    require_same(before, wanted, f"{output} holds another run", hint=hint)
+    return True
 
 
 def _check_kinds(output: Path) -> None:
