@@ -1,7 +1,6 @@
 """The Python interface: each command as a function that takes and gives values, and prints nothing on stdout."""
 
 import contextlib
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +8,6 @@ from typing import Any
 
 from longrope2.distributed import world
 from longrope2.evaluation.evaluate import BackendName, run_evaluation
-from longrope2.evaluation.results import RESULTS
 from longrope2.export.config import ExportConfig
 from longrope2.export.export import export
 from longrope2.factors import RescaleFactors
@@ -94,8 +92,8 @@ def evaluate(
     Without factors it runs as its config says. Options are those of `longrope2 evaluate`: `lengths`, `samples`,
     `tasks`, `data`, `books`, … The same call goes on after an interruption.
     """
-    with contextlib.redirect_stdout(sys.stderr):
-        run_evaluation(
+    with contextlib.redirect_stdout(sys.stderr):  # libraries that score short tasks print there
+        return run_evaluation(
             str(model),
             Path(output),
             suites=tuple(suites),
@@ -105,11 +103,8 @@ def evaluate(
             original_length=original_length,
             name=name,
             cache=_path(cache),
-            as_json=False,
             **options,
         )
-    result: dict[str, Any] = json.loads((Path(output) / RESULTS).read_text(encoding="utf-8"))
-    return result
 
 
 def export_model(

@@ -513,7 +513,7 @@ class Evaluate(click.Command):
 @option("--name", metavar="NAME", help="Row label in `longrope2 compare`; default: the method.")
 @original_option
 @json_option
-def evaluate(model: str, output: Path, **options: Any) -> None:
+def evaluate(model: str, output: Path, as_json: bool, **options: Any) -> None:
     """Measure a model: RULER, needles, perplexity, short tasks.
 
     Suites: {suites}.
@@ -522,9 +522,12 @@ def evaluate(model: str, output: Path, **options: Any) -> None:
     torchrun --nproc-per-node 8 -m longrope2 evaluate …
     """
     with _resumable():
-        from longrope2.evaluation.evaluate import run_evaluation
+        from longrope2.console import show_json
+        from longrope2.evaluation.evaluate import run_evaluation, show_evaluation
 
-        run_evaluation(model, output, **options)
+        result = run_evaluation(model, output, **options)
+        if is_main_process():
+            show_json(result) if as_json else show_evaluation(result, output)
 
 
 @cli.command()

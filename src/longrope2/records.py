@@ -36,7 +36,7 @@ class Record:
 
     def to_json(self) -> dict[str, Any]:
         """The content of the file."""
-        return {"format": self.FORMAT, "version": self.VERSION, **_plain(dataclasses.asdict(self))}
+        return {"format": self.FORMAT, "version": self.VERSION, **as_json(dataclasses.asdict(self))}
 
     def save(self, path: Path) -> None:
         """Write the file, atomically."""
@@ -261,12 +261,12 @@ def parse(kind: type[Kind], content: bytes | Mapping[str, Any], source: str, *, 
     return found
 
 
-def _plain(value: Any) -> Any:
-    """As JSON holds it."""
+def as_json(value: Any) -> Any:
+    """A value as a JSON file gives it back."""
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: as_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [as_json(item) for item in value]
     return value.isoformat() if isinstance(value, datetime) else value
 
 

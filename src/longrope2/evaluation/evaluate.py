@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from longrope2 import __version__, models
-from longrope2.console import say, show_json, show_table
+from longrope2.console import say, show_table
 from longrope2.distributed import World, world
 from longrope2.errors import LongRopeError, chosen
 from longrope2.evaluation.backend import ONE_SIDE, TorchBackend, VllmBackend
@@ -27,6 +27,7 @@ from longrope2.files import package_versions, write_json
 from longrope2.generation.saved import carries_factors, read_factors, with_origin
 from longrope2.generation.switch import check_switch_length
 from longrope2.generation.switch import load as load_switching
+from longrope2.records import as_json
 from longrope2.runfolder import RunFolder
 
 BackendName = Literal["torch", "vllm"]
@@ -89,10 +90,9 @@ def run_evaluation(
     backend_name: BackendName,
     name: str | None,
     cache: Path | None,
-    as_json: bool,
     **options: Any,
-) -> None:
-    """`longrope2 evaluate`."""
+) -> dict[str, Any]:
+    """Run or resume an evaluation into `output`; returns the content of results.json, on every process."""
     config = EvaluationConfig(**{key: value for key, value in options.items() if value is not None})
     info = models.describe(model, original_length=original_length)
     file = None if isinstance(factors, RescaleFactors) else factors
@@ -118,7 +118,8 @@ def run_evaluation(
         with closing(EvaluationJournal(output / JOURNAL if here.is_main else None, header)) as journal:
             outcomes = evaluate(backend, config, journal, here, cache=cache or output / SAMPLES)
         if not here.is_main:
-            return
+            found: dict[str, Any] = here.gather_all(None)[0]
+            return found
         notes = [note for outcome in outcomes.values() for note in outcome.notes]
         if isinstance(backend, VllmBackend) and info.reading.rescaled is not None:
             notes.append(ONE_SIDE)
@@ -142,9 +143,11 @@ def run_evaluation(
             "processes": here.size,
             "seconds": journal.earlier + time.monotonic() - started,
         }
+        result = as_json(result)
         write_json(output / RESULTS, result)
         draw_figures({result["name"]: result["scores"]}, {result["name"]: result["grids"]}, output)
-        _show(result, output, as_json=as_json)
+        here.gather_all(result)
+        return result
 
 
 def _refuse_another_length(info: models.ModelInfo) -> None:
@@ -226,10 +229,8 @@ def _described(info: models.ModelInfo, factors: RescaleFactors | None) -> dict[s
     return {"method": rescaled.method, **lengths, "critical_dimension": None}
 
 
-def _show(result: dict[str, Any], output: Path, *, as_json: bool) -> None:
-    if as_json:
-        show_json(result)
-        return
+def show_evaluation(result: dict[str, Any], output: Path) -> None:
+    """Print the tables of an evaluation."""
     for table in run_tables(result["scores"]):
         show_table(f"{result['name']}: {table.title}", table.columns, table.rows, caption=table.caption)
     for note in result["notes"]:

@@ -272,7 +272,6 @@ def _evaluate(setting: Setting, method: str, output: Path, table: Mapping[str, A
         backend_name="torch",
         name=method,
         cache=setting.folder / ledger.EVALUATE / "samples",
-        as_json=False,
         beyond_window=method == ledger.BASE,
         **{**table, "lengths": lengths},
     )
