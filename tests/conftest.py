@@ -99,7 +99,7 @@ def family_model(family: str, rope: dict[str, Any] | None = None, **overrides: A
 
 
 def as_torchrun() -> list[dict[str, str]]:
-    """What torchrun tells each of two workers in its environment."""
+    """What torchrun sets in the environment of each of two workers."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

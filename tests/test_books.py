@@ -166,7 +166,7 @@ def test_parquet(tmp_path: Path) -> None:
         ("books.jsonl", b"[" * 100_000, r"line 1: not valid JSON"),
         ("books.jsonl", b'{"text": "one"}\n["two"]\n', r"line 2: a JSON list, an object expected"),
         ("books.jsonl", b'\n{"text": "\xe9"}\n', r"line 2: not UTF-8 \(byte 10 is 0xe9\)"),
-        ("books.jsonl", b'{"text": "\\u0000"}\n', r"line 1: holds NUL characters"),
+        ("books.jsonl", b'{"text": "\\u0000"}\n', r"line 1: not text: it contains NUL"),
         ("books.jsonl", b'{"text": "\\ud83d"}\n', r"line 1: not valid Unicode"),
         ("books.jsonl", b'{"title": "A", "body": "b"}\n', r"line 1: no column 'text', only title, body\nhint: rename"),
         ("books.jsonl", b"{}\n", r"line 1: no column 'text', only none at all"),
@@ -175,9 +175,9 @@ def test_parquet(tmp_path: Path) -> None:
         ("books.jsonl.gz", b'{"text": "one"}\n', r"books\.jsonl\.gz: cannot be read"),
         ("books.jsonl.gz", gzip.compress(b'{"text": "one"}\n', mtime=0)[:-9], r"books\.jsonl\.gz: cannot be read"),
         ("book.txt", b"caf\xe9", r"book\.txt: not UTF-8 \(byte 3 is 0xe9\)"),
-        ("book.txt", b"GIF\x00\x01", r"book\.txt: holds NUL characters, so it is not text"),
+        ("book.txt", b"GIF\x00\x01", r"book\.txt: not text: it contains NUL characters"),
         ("books.parquet", b"not parquet", r"books\.parquet: not a readable parquet file"),
-        ("books.pdf", b"%PDF", r"books\.pdf: not a kind of file that is read"),
+        ("books.pdf", b"%PDF", r"books\.pdf: files of this kind cannot be read"),
     ],
 )
 def test_a_bad_file_is_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
@@ -272,7 +272,7 @@ def test_hub_errors(monkeypatch: pytest.MonkeyPatch, hub: FakeHub) -> None:
         raise datasets.exceptions.DatasetNotFoundError(f"Dataset '{name}' doesn't exist on the Hub")
 
     monkeypatch.setattr(datasets, "load_dataset", missing)
-    with pytest.raises(DataError, match=r"'owner/name' is no file or folder here, .* 'test' .*doesn't exist"):
+    with pytest.raises(DataError, match=r"'owner/name' is not a file or folder here, .* 'test' .*doesn't exist"):
         next(read_books("owner/name:test"))
     monkeypatch.setattr(datasets, "load_dataset", lambda name, **options: [])
     with pytest.raises(DataError, match="owner/name:train: no rows"):

@@ -27,7 +27,7 @@ with world() as here:
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """A machine with two of them; the list tells which one became the current one."""
+    """A machine with two of them; the list shows which one became the current one."""
     chosen = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

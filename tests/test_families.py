@@ -150,7 +150,7 @@ def test_a_window_that_the_config_does_not_state_is_assumed_as_in_transformers(n
 
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"phi3"}))  # which transformers refuses other scalings
 def test_a_scaling_that_was_added_by_hand_counts_as_in_transformers(family):
-    """To what transformers 5 saved, with parameters of its own: as the cards of Qwen and others tell people to do."""
+    """To what transformers 5 saved, with parameters of its own: as the cards of Qwen and others recommend."""
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
     config = family_config(family, max_position_embeddings=256).to_dict() | {"rope_scaling": scaling}
     ours = read_config(config)

@@ -223,7 +223,7 @@ class TestWaysToGenerate:
 
 
 class TestEndedRows:
-    """Rows that end early go on as padding, which nobody reads: no work for them."""
+    """Rows that end early continue as padding, which is never read: no work for them."""
 
     def ending_first(self, model, ids, mask):
         """Options with an end token that the first row says at once and no other row ever."""

@@ -229,7 +229,10 @@ class TestRefusals:
             (["--prompt", "a", "--factors", "F", "--switch-length", "2k"], "switch_length must lie from 1 to"),
             (["--prompt", "a", "--factors", "nowhere.json"], "nowhere.json: no such file\nhint: write one with"),
             (["--prompt", "a", "--factors", "."], ".: cannot be read (Is a directory)\nhint: write one with"),
-            (["--prompt", "a", "--factors", "binary"], "binary: cannot be read (it is no text)\nhint: write one with"),
+            (
+                ["--prompt", "a", "--factors", "binary"],
+                "binary: cannot be read (not a text file)\nhint: write one with",
+            ),
             (["--prompt", "a", "--factors", "OTHER"], "these factors were made for another model than tiny"),
             (["--prompt", "a", "--temperature", "-1"], "temperature must be 0 or at least 1e-06, got -1"),
             (["--prompt", "a", "--temperature", "nan"], "temperature must be a number, got NaN"),

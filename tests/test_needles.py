@@ -132,7 +132,7 @@ def check(
     length: int,
     template: NeedleTemplate = PAPER_TEMPLATE,
 ) -> str:
-    """Everything a document promises, told from its ids alone; returns what it reads as."""
+    """Check everything a document promises, from its ids alone; returns its text."""
     ids = document.token_ids
     assert len(ids) == length
     # The answer: whole, alone under the mask, and at the end.
@@ -317,7 +317,7 @@ def test_no_token_spans_prefix_and_answer() -> None:
 
 
 def test_tokens_may_span_words() -> None:
-    """Where a piece cannot be told from the text before it, it is tokenised on its own."""
+    """Where a piece cannot be separated from the text before it, it is tokenised on its own."""
     greedy = spelled([("a", " "), ("\n", "O"), ("\n", "W")])
     for document in make_needles(greedy, books(), length=1500, count=4, seed=0, depth=[0.0, 0.5]):
         check(greedy, document, 1500)
@@ -340,7 +340,7 @@ def test_answer_that_cannot_be_written_is_refused() -> None:
 def test_tokenizer_that_loses_the_key_is_refused() -> None:
     lossy = spelled([])
     lossy.backend_tokenizer.normalizer = normalizers.Replace("-", " ")
-    with pytest.raises(DataError, match="does not give back"):
+    with pytest.raises(DataError, match="does not reproduce its input"):
         make_needles(lossy, books(), length=1500, count=1, seed=0)
 
 

@@ -1,4 +1,4 @@
-"""The embedded base model: plain to load, perfect within its window, lost beyond it, and mended by factors."""
+"""The embedded base model: plain to load, perfect within its window, lost beyond it, and fixed by factors."""
 
 import time
 

@@ -114,7 +114,7 @@ class Evaluator:
         """Per document of one length: mean answer NLL, and whether greedy decoding gives the whole answer.
 
         The most likely token at every place of the true answer is the greedy continuation exactly when it is
-        the true token at all of them, so one forward tells both.
+        the true token at all of them, so one forward gives both.
         """
         rows = max(1, self.config.tokens_per_batch // len(documents[0].token_ids))
         nlls, exact = [], []

@@ -1,4 +1,4 @@
-"""The Python interface: each command as a function that takes and gives values, and prints nothing on stdout."""
+"""The Python interface: each command as a function that takes and returns values, and prints nothing on stdout."""
 
 import contextlib
 import sys
@@ -42,8 +42,8 @@ def search_factors(
     """Search the critical dimension and the factors by needle perplexity.
 
     Options are those of `longrope2 search`, underscores for dashes; `--compile` is `compiled=True`, and another trained
-    window comes with `describe(model, original_length=…)` as the model. With a folder as `output` the search can be
-    interrupted: the same call goes on where it was.
+    window comes with `describe(model, original_length=…)` as the model. With a folder as `output`, the same
+    call resumes a search that was interrupted.
     """
     info = model if isinstance(model, ModelInfo) else describe(model)
     info.refuse_rescaled(extend_again=extend_again)
@@ -66,8 +66,8 @@ def train(
 ) -> Path:
     """Train with both RoPEs on a plan of `longrope2 data plan`; returns the folder of the trained model.
 
-    Options are those of `longrope2 train`, underscores for dashes; `--compile` is `compiled=True`. The same call goes
-    on after an interruption.
+    Options are those of `longrope2 train`, underscores for dashes; `--compile` is `compiled=True`. The same call
+    resumes after an interruption.
     """
     output = Path(output)
     training.train(str(model), factors=factors, plan=Path(plan), output=output, cache=_path(cache), **options)
@@ -90,7 +90,7 @@ def evaluate(
     """Measure a model; returns the content of results.json.
 
     Without factors it runs as its config says. Options are those of `longrope2 evaluate`: `lengths`, `samples`,
-    `tasks`, `data`, `books`, … The same call goes on after an interruption.
+    `tasks`, `data`, `books`, … The same call resumes after an interruption.
     """
     with contextlib.redirect_stdout(sys.stderr):  # libraries that score short tasks print there
         return run_evaluation(

@@ -64,7 +64,7 @@ def read_books(
     `text_column` applies to .jsonl, .parquet and hub sources, `held_out` to the package's books alone.
     """
     if limit is not None and limit < 1:
-        raise DataError(f"limit is {limit}, at least 1 expected", hint="leave it out to read every book")
+        raise DataError(f"limit is {limit}, at least 1 expected", hint="omit it to read every book")
     return islice(_open(source, text_column, held_out), limit)
 
 
@@ -75,7 +75,7 @@ def long_enough(
     *,
     note: Callable[[str], None],
 ) -> Iterator[Book]:
-    """The books of at least `length` tokens; each other one is told to `note`."""
+    """The books of at least `length` tokens; each shorter one is reported to `note`."""
     longest: tuple[int, str] | None = None
     kept = False
     for book in books:
@@ -142,7 +142,7 @@ def _open_path(path: Path, text_column: str) -> Iterator[Book]:
         return _from_rows(read_jsonl(path), text_column, str(path))
     if name.endswith(".parquet"):
         return _from_rows(_read_parquet(path, text_column), text_column, str(path))
-    raise DataError(f"{path}: not a kind of file that is read", hint=f"give {KINDS}")
+    raise DataError(f"{path}: files of this kind cannot be read", hint=f"give {KINDS}")
 
 
 def _package_folder() -> Traversable:
@@ -218,7 +218,7 @@ def _read_hub(name: str, split: str) -> Iterator[tuple[str, Row]]:
     # Anything may come up from the network, the hub or the dataset's own files.
     except Exception as error:
         raise DataError(
-            f"'{name}' is no file or folder here, and as a hub dataset its split '{split}' cannot be read "
+            f"'{name}' is not a file or folder here, and as a hub dataset its split '{split}' cannot be read "
             f"({type(error).__name__}: {error})",
             hint="check the spelling, the split (owner/name:split) and the connection",
         ) from error
@@ -245,7 +245,7 @@ def _from_rows(rows: Iterable[tuple[str, Row]], text_column: str, source: str) -
 def _book(title: str, text: str, source: str) -> Book:
     """A book whose text any tokenizer will take."""
     if "\0" in text:
-        raise DataError(f"{source}: holds NUL characters, so it is not text", hint="give plain text in UTF-8")
+        raise DataError(f"{source}: not text: it contains NUL characters", hint="give plain text in UTF-8")
     try:
         # JSON can spell half a character (a lone surrogate), on which tokenizers fail much later.
         text.encode("utf-8")

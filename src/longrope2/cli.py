@@ -62,7 +62,7 @@ class Floats(click.ParamType):  # type: ignore[type-arg]
     name = "LIST"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[float]:
-        """Parse, or fail naming the part that is no number."""
+        """Parse, or fail and name the part that is not a number."""
         numbers = []
         for part in str(value).split(","):
             try:
@@ -156,10 +156,10 @@ FILE, FOLDER, PLACE = Place("FILE"), Place("FOLDER"), Place("PLACE")
 
 model_argument = argument("model", type=NAME)
 original_option = option(
-    "--original-length", type=LENGTH, help="The trained window, where the config is silent or wrong about it."
+    "--original-length", type=LENGTH, help="The trained window, if the config does not state it, or states it wrongly."
 )
 factors_option = option(
-    "--factors", type=FILE, help="What `search` or `factors` wrote; default: the factors in the model's config."
+    "--factors", type=FILE, help="File written by `search` or `factors`; default: the factors in the model's config."
 )
 switch_length_option = option(
     "--switch-length",
@@ -230,7 +230,7 @@ class Record(Protocol):
     """What a stage gives back, for people and for programs."""
 
     def table(self) -> ConsoleTable:
-        """For people."""
+        """Free text for readers of the recipe."""
 
     def to_json(self) -> Any:
         """For programs."""
@@ -325,7 +325,7 @@ def factors(model: str, output: Path, original_length: int | None, extend_again:
 def search(model: str, output: Path, as_json: bool, **options: Any) -> None:
     """Search the critical dimension and factors by needle perplexity.
 
-    Run it again after an interruption, with the same options, and it goes on where it was. On several GPUs:
+    Run the same command again after an interruption to continue. On several GPUs:
     torchrun --nproc-per-node 8 -m longrope2 search …
     """
     with _resumable():
@@ -425,11 +425,11 @@ def recall(model: str, output: Path, **options: Any) -> None:
 
 @cli.command()
 @model_argument
-@option("--factors", type=FILE, help="What `search` or `factors` wrote.")
-@option("--plan", type=FILE, help="What `data plan` wrote.")
+@option("--factors", type=FILE, help="File written by `search` or `factors`.")
+@option("--plan", type=FILE, help="File written by `data plan`.")
 @option("-o", "--output", type=FOLDER, help="For checkpoints, the log and model/.")
 @options_of(TrainConfig)
-@option("--cache", type=FOLDER, help="Where `data plan` keeps its tokens; default: as there.")
+@option("--cache", type=FOLDER, help="Where `data plan` keeps its tokens; default: the same as there.")
 @option("--wandb", metavar="PROJECT", help="Also log to Weights & Biases.")
 @option("--estimate", is_flag=True, help="Only print the memory and time it would take.")
 @options_of(EstimateConfig)
@@ -518,7 +518,7 @@ def evaluate(model: str, output: Path, as_json: bool, **options: Any) -> None:
 
     Suites: {suites}.
 
-    Run it again after an interruption, with the same options, and it goes on where it was. On several GPUs:
+    Run the same command again after an interruption to continue. On several GPUs:
     torchrun --nproc-per-node 8 -m longrope2 evaluate …
     """
     with _resumable():
@@ -534,7 +534,7 @@ def evaluate(model: str, output: Path, as_json: bool, **options: Any) -> None:
 @argument("runs", nargs=-1, required=True, metavar="[NAME=]RUN...")
 @option("-o", "--output", type=FOLDER, help="For markdown, JSON and figures; default: only print.")
 @option("--base", metavar="NAME", help="The row that retention refers to; default: the one without factors.")
-@option("--against", metavar="NAME", help="Also the differences to that row, question by question.")
+@option("--against", metavar="NAME", help="Also print the differences from that row, question by question.")
 @json_option
 def compare(runs: tuple[str, ...], output: Path | None, base: str | None, against: str | None, as_json: bool) -> None:
     """Put evaluations side by side, methods as rows.
@@ -605,17 +605,17 @@ def _show_recipe(context: click.Context, _: click.Parameter, name: str | None) -
     is_eager=True,
     expose_value=False,
     callback=_show_recipe,
-    help="Print a recipe of the package, and no more: --show-recipe smollm2-32k > mine.toml",
+    help="Only print a recipe of the package: --show-recipe smollm2-32k > mine.toml",
 )
 @json_option
 def extend(model: str | None, output: Path, **options: Any) -> None:
     """Take a model to a longer window, from the search to a report.
 
     Stages: search, data, train, evaluate, export, verify, report. MODEL defaults to the recipe's, or to tiny. Without
-    texts to train on ([[source]] in a recipe) data and train are left out.
+    texts to train on ([[source]] in a recipe), data and train are skipped.
 
-    Run it again after an interruption and it goes on where it was; what is done is skipped, what other options decide
-    anew runs again. On several GPUs: torchrun --nproc-per-node 8 -m longrope2 extend …
+    Run the same command again after an interruption: finished stages are skipped, and stages whose options have
+    changed run again. On several GPUs: torchrun --nproc-per-node 8 -m longrope2 extend …
     """
     with _resumable():
         from longrope2.pipeline.run import run_extend
@@ -644,11 +644,11 @@ def schema(file: str) -> None:
 
 @cli.command()
 @argument("run", type=PLACE)
-@option("--open", "open_page", is_flag=True, help="Show it in a browser.")
+@option("--open", "open_page", is_flag=True, help="Open the page in a browser.")
 def report(run: Path, open_page: bool) -> None:
     """Write the report of an `extend` run, finished or not.
 
-    A page that stands for itself, each figure as PNG and its data as CSV beside it.
+    A page in one file, with each figure as PNG and its data as CSV beside it.
     """
     from longrope2.report.page import run_report
 
@@ -657,8 +657,8 @@ def report(run: Path, open_page: bool) -> None:
 
 @cli.command()
 @argument("run", type=PLACE)
-@option("--once", is_flag=True, help="Print it once instead of following.")
-@option("--every", default=2.0, metavar="SECONDS", help="Between looks at the folder.")
+@option("--once", is_flag=True, help="Print the progress once and exit.")
+@option("--every", default=2.0, metavar="SECONDS", help="Time between two reads of the folder.")
 def watch(run: Path, once: bool, every: float) -> None:
     """Show how far an `extend` run is, from its files alone."""
     from longrope2.watching import run_watch
@@ -667,7 +667,7 @@ def watch(run: Path, once: bool, every: float) -> None:
 
 
 def main() -> None:
-    """Run the command line; anything the user can mend becomes one message and exit code 2."""
+    """Run the command line; an error that the user can fix becomes one message and exit code 2."""
     keep_freed_memory()
     threading.excepthook = _thread_failed
     _prepare_streams()
@@ -693,7 +693,7 @@ def main() -> None:
 
 
 def _prepare_streams() -> None:
-    """Let no text end a command: not where a stream is closed, as a daemon's are, nor where it lacks a character."""
+    """Keep output from ending a command: replace closed streams, such as a daemon's, and escape unknown characters."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # opened in this order, each gets its own number back
             setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115 - for good
@@ -702,13 +702,13 @@ def _prepare_streams() -> None:
 
 
 def _thread_failed(failure: threading.ExceptHookArgs) -> None:
-    """Keep TensorBoard's thread from printing a traceback of what its writer then raises here, to be told once."""
+    """Keep TensorBoard's thread from printing a traceback of an error that its writer raises here anyway."""
     if not type(failure.thread).__module__.startswith("tensorboard."):
         threading.__excepthook__(failure)
 
 
 def _mending(error: OSError) -> str | None:
-    """What the user can do about an error of the system; None for one that is ours."""
+    """A hint for an error of the operating system; None for an error of this program."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "free some space and run the same command again"
     if error.filename is not None and error.errno == errno.ENAMETOOLONG:

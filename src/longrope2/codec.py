@@ -39,7 +39,7 @@ class Codec:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _encode(self, text: str) -> list[int]:
-        # A book that speaks of "<s>" means the three characters, not the special token.
+        # A book that contains "<s>" means the three characters, not the special token.
         return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False).input_ids
 
     def split_answer(self, prompt: str, value: str) -> tuple[list[int], list[int]]:

@@ -26,7 +26,7 @@ def show_json(value: Any) -> None:
 def show_table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, caption: str | None = None
 ) -> None:
-    """Print a table on stdout; numbers align right, cells are never cut when the output is no terminal."""
+    """Print a table on stdout; numbers align right, cells are never cut when the output is not a terminal."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -76,11 +76,11 @@ class ProgressLine:
         self._done = 0.0
 
     def advance(self, count: int = 1, text: str = "") -> None:
-        """Tell that `count` more is behind us."""
+        """Report that `count` more is done."""
         self.update(self._done + count, text)
 
     def update(self, done: float, text: str = "", *, always: bool = False) -> None:
-        """Tell that `done` of the total is behind us; a log gets this line in any case if `always`."""
+        """Report that `done` of the total is done; with `always`, a log gets this line in any case."""
         self._done = done
         now = time.monotonic()
         finished = done >= self._total

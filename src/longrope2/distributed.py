@@ -116,10 +116,10 @@ def is_main_process() -> bool:
 
 
 def wait_to_speak() -> str:
-    """Wait for this process's turn to tell of an error; returns how it introduces itself.
+    """Wait for this process's turn to report an error; returns the prefix of its message.
 
-    Most errors meet all processes alike: the main one tells it and exits, and torchrun ends the others while they
-    wait. A process whose error is its own outlives that and tells it, the first one of a machine before the rest.
+    Most errors meet all processes alike: the main one reports it and exits, and torchrun ends the others while they
+    wait. A process whose error is its own outlives that and reports it, the first one of a machine before the rest.
     """
     if is_main_process():
         return ""
@@ -129,6 +129,6 @@ def wait_to_speak() -> str:
 
 
 def _place() -> tuple[int, int, int]:
-    """Number of this process, how many there are, and its number on this machine, as torchrun tells its workers."""
+    """Number of this process, number of all, and its number on this machine, as torchrun passes them to its workers."""
     process, count, local = (int(os.getenv(name) or 0) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     return process, count, local

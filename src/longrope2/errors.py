@@ -10,7 +10,7 @@ MOST_LISTED = 40
 
 
 class LongRopeError(Exception):
-    """Something the user can mend: bad input, a missing package, a model that cannot be extended.
+    """Something the user can fix: bad input, a missing package, a model that cannot be extended.
 
     The command line prints it as one message with its hint and exits with code 2.
     """
@@ -45,14 +45,14 @@ class MissingExtraError(LongRopeError):
 
 
 def all_problems(subject: str, problems: Sequence[str]) -> str:
-    """One message that lists every problem found, so that the user mends them in one go."""
+    """One message that lists every problem found, so that the user can fix them in one go."""
     if len(problems) == 1:
         return f"{subject}: {problems[0]}"
     return f"{subject}: {len(problems)} problems\n" + "\n".join(f"  - {problem}" for problem in problems)
 
 
 def below_minimum(config: object, **least: float) -> list[str]:
-    """The fields of a configuration that are smaller than they may be, in words; None is no number to judge."""
+    """The fields of a configuration that are below their limit, in words; None is not judged."""
     return [
         f"{name} must be at least {minimum}, got {value}"
         for name, minimum in least.items()
@@ -61,7 +61,7 @@ def below_minimum(config: object, **least: float) -> list[str]:
 
 
 def out_of_range(config: object, **ranges: tuple[float, float]) -> list[str]:
-    """The numbers of a configuration that are smaller or larger than they may be, or no numbers at all, in words."""
+    """The numbers of a configuration that are outside their limits, or NaN, in words."""
     return [
         f"{name} must lie from {low:g} to {high:.10g}, got {value}"
         for name, (low, high) in ranges.items()

@@ -84,7 +84,7 @@ class RescaleFactors:
         return (self.short, self.short_attention_factor) != (self.long, self.long_attention_factor)
 
     def rotates_as(self, other: "RescaleFactors") -> bool:
-        """Whether both do the same to a model, whoever made them."""
+        """Whether both do the same to a model, whatever method made them."""
         told = ("method", "critical_dimension", "provenance")
         one, two = ({k: v for k, v in factors.to_json().items() if k not in told} for factors in (self, other))
         return one == two
@@ -175,7 +175,7 @@ class RescaleFactors:
         except FileNotFoundError:
             raise FactorsError(f"{path}: no such file", hint=MAKE_FACTORS) from None
         except UnicodeDecodeError as error:
-            raise FactorsError(f"{path}: cannot be read (it is no text)", hint=MAKE_FACTORS) from error
+            raise FactorsError(f"{path}: cannot be read (not a text file)", hint=MAKE_FACTORS) from error
         except OSError as error:
             raise FactorsError(f"{path}: cannot be read ({error.strerror})", hint=MAKE_FACTORS) from error
         except json.JSONDecodeError as error:

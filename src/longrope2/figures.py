@@ -201,7 +201,7 @@ def figure(path: Path | None, rows: int, columns: int, size: tuple[float, float]
 
 
 def thinned(values: Sequence[float], most: int = MOST_POINTS) -> list[int]:
-    """Places of about so many values that look like all of them: the lowest and the highest of each stretch."""
+    """Places of about this many values that look like all of them: the lowest and the highest of each stretch."""
     if len(values) <= most:
         return list(range(len(values)))
     size = math.ceil(2 * len(values) / most)

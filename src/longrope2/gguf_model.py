@@ -96,7 +96,7 @@ class GGUFModel:
             if field is not None:
                 try:
                     return field.contents()
-                except ValueError as error:  # a text that is no UTF-8
+                except ValueError as error:  # not valid UTF-8
                     raise ModelError(f"{self.path.name}: '{name}' is damaged ({error})", hint=AGAIN) from error
         return default
 

@@ -88,7 +88,7 @@ class Inspection:
 
 
 def inspect(info: ModelInfo, target_length: int | None = None) -> Inspection:
-    """What a model's config alone tells about its RoPE, and what every method would make of it."""
+    """What a model's config alone says about its RoPE, and what every method would do to it."""
     rope, reading = info.rope, info.reading
     target_length = target_length or DEFAULT_RATIO * rope.original_length
     factors = {name: rescale(name, rope, target_length) for name in METHODS if name != "none"}

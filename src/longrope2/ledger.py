@@ -68,7 +68,7 @@ class Ledger:
         self._record.save(self.folder / LEDGER)
 
     def start(self, step: str, inputs: Mapping[str, Any]) -> None:
-        """A step begins, or goes on from the same inputs."""
+        """A step begins, or resumes with the same inputs."""
         before = self.steps.get(step)
         resumed = before is not None and before.fingerprint == fingerprint(inputs) and not before.is_done
         self._write(
@@ -106,7 +106,7 @@ class Ledger:
         return [name for name, digest in outputs.items() if output_digest(self.folder / name) != digest]
 
     def _begun(self, step: str) -> StepRecord:
-        """The entry of a step that is at work."""
+        """The entry of a step that is running."""
         if step not in self.steps:
             raise LongRopeError(
                 f"{self.folder / LEDGER}: removed, or damaged, while {step} was at work",
@@ -153,7 +153,7 @@ def fingerprint(value: Any) -> str:
 
 
 def output_digest(path: Path) -> str | None:
-    """What tells the content of a file or folder from any other; None if there is nothing."""
+    """What identifies the content of a file or folder; None if there is nothing."""
     if path.is_dir():
         inside = sorted(file for file in path.rglob("*") if file.is_file())
         return fingerprint([[file.relative_to(path).as_posix(), _file_digest(file)] for file in inside])

@@ -38,7 +38,7 @@ class ModelInfo:
     location: str
     """A local folder or file, or the hub id."""
     revision: str
-    """What tells this configuration from another: the hub's commit, or a hash of the config."""
+    """What identifies this configuration: the hub's commit, or a hash of the config."""
     reading: RopeReading
     model_type: str
     """As in config.json; not the family's where a language model is a part of something larger."""
@@ -71,7 +71,7 @@ class ModelInfo:
         if self.rescaling is not None and not extend_again:
             raise ModelError(
                 self.rescaling,
-                hint="extend the base model instead, or say --extend-again to replace that rescaling",
+                hint="extend the base model instead, or use --extend-again to replace that rescaling",
             )
 
     def refuse_weights(self) -> None:
@@ -91,7 +91,7 @@ class ModelInfo:
 def rescale_model(
     info: ModelInfo, method: str, target_length: int, *, extend_again: bool = False, **options: Any
 ) -> RescaleFactors:
-    """Factors of a closed-form method for a model; within its window it goes on as it does now."""
+    """Factors of a closed-form method for a model; within its window the model stays as it is now."""
     info.refuse_rescaled(extend_again=extend_again)
     rescaled = info.reading.rescaled
     return rescale(
@@ -117,7 +117,7 @@ class LoadedModel:
 def describe(name: str | Path, *, original_length: int | None = None) -> ModelInfo:
     """Read a model's configuration: a folder, a .gguf file, a hub id (owner/name[@revision]), or `tiny`.
 
-    `original_length` is the trained window where the config is silent or wrong about it.
+    `original_length` is the trained window if the config does not state it, or states it wrongly.
     """
     accept_mscales()
     name = str(name)
@@ -213,7 +213,8 @@ def user_turn(tokenizer: Any, message: str, **options: Any) -> str:
         return str(tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False, **options))
     except (TemplateError, TypeError, ValueError) as error:
         raise DataError(
-            f"the tokenizer's chat template fails ({_first_line(error)})", hint="do without: generate has --raw"
+            f"the tokenizer's chat template fails ({_first_line(error)})",
+            hint="for `longrope2 generate`, use --raw, which skips the template",
         ) from error
 
 
@@ -264,7 +265,7 @@ def cached_values(config: Any) -> int:
 
 
 def weights_fingerprint(info: ModelInfo) -> str:
-    """A hash that tells one set of weights from another: sizes and samples of every file, not all bytes.
+    """A hash that identifies a set of weights: sizes and samples of every file, not all bytes.
 
     Any training step changes nearly every weight, so samples are enough, and an 8B model takes no time.
     """
@@ -423,7 +424,9 @@ def _require_safetensors(folder: Path) -> None:
             f"{folder}: only pickled weights (.bin, .pt), which can run code when loaded",
             hint="convert them to safetensors with a tool you trust, in an environment you trust",
         )
-    raise ModelError(f"{folder}: no *.safetensors weights there", hint="copy or download them to its config.json")
+    raise ModelError(
+        f"{folder}: no *.safetensors weights there", hint="copy or download them into the folder of config.json"
+    )
 
 
 def _digest(content: bytes) -> str:

@@ -33,7 +33,7 @@ NOUNS = tuple(_NOUNS.split())
 MOST_DOCUMENTS = len(ADJECTIVES) * len(NOUNS)
 """Each document of a set has its own key."""
 ATTEMPTS = 12
-# After so many failed draws a document leaves its own book for the next one.
+# After this many failed draws a document leaves its own book for the next one.
 ATTEMPTS_IN_OWN_BOOK = 4
 WORD_START = re.compile(r"(?<=\s)\S")
 
@@ -214,13 +214,13 @@ def make_plain(
 
 
 def documents_digest(documents: "Iterable[NeedleDocument | PlainDocument]") -> str:
-    """A hash that tells some documents from others, wherever their books came from."""
+    """A hash that identifies documents, wherever their books came from."""
     content = json.dumps([document.token_ids for document in documents])
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 def check_length(tokenizer: "PreTrainedTokenizerBase", length: int, *, around: int = 0) -> None:
-    """Raise the error of `make_needles` about too small a length, as far as a sample tells; reads no book."""
+    """Raise the error of `make_needles` about too small a length, as far as a sample shows; reads no book."""
     largest = _largest_frame(Codec(tokenizer), PAPER_TEMPLATE, value_digits=7)
     if length <= largest:
         raise _too_short(length, largest, around)
@@ -418,7 +418,7 @@ def _frame(codec: Codec, template: NeedleTemplate, key: str, value: str, *, need
         read = codec.text(ids)
         if any(read.count(name) != text.count(name) for name in names):
             raise DataError(
-                f"the tokenizer does not give back what it was given: {read!r} for {text!r}",
+                f"the tokenizer does not reproduce its input: {read!r} for {text!r}",
                 hint="needle documents need a tokenizer that can write lower-case words and hyphens",
             )
     return _Frame(

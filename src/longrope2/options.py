@@ -47,7 +47,7 @@ class Option:
     recipe: bool = True
     """Whether a recipe's table has it; the others follow from the recipe as a whole."""
     elastic: bool = False
-    """Whether it may change when a job goes on, since it does not change the result."""
+    """Whether it may change when a job resumes, since it does not change the result."""
 
     def limits(self, value: float) -> str | None:
         """Which limit a number breaks, in words; None if it breaks none."""

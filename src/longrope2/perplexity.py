@@ -128,7 +128,7 @@ def _mlp_in_pieces(layer: Any) -> Iterator[None]:
         outputs = [forward(piece.contiguous()) for piece in hidden.split(MLP_ROWS, dim=1)]
         if isinstance(outputs[0], Tensor):
             return torch.cat(outputs, dim=1)
-        # Mixtures of experts may return routing weights beside the output; nobody here reads them.
+        # Mixtures of experts may return routing weights beside the output; nothing here reads them.
         return torch.cat([output[0] for output in outputs], dim=1), *outputs[0][1:]
 
     mlp.forward = forward_in_pieces

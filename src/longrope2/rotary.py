@@ -210,7 +210,7 @@ def _prove_effect(model: nn.Module, rotary: RescaledRotary) -> None:
     near = torch.arange(8, device=device)[None]
 
     def logits(positions: Tensor, angle_scale: float) -> Tensor:
-        # One side only: at angle zero nothing but the two attention factors could tell rows apart.
+        # One side only: at angle zero nothing but the two attention factors could distinguish rows.
         chosen, rotary.long_rows, rotary._angle_scale = rotary.long_rows, True, angle_scale
         try:
             # An explicit mask: without one, gaps between positions would be read as document boundaries.
@@ -227,7 +227,7 @@ def _prove_effect(model: nn.Module, rotary: RescaledRotary) -> None:
     blind, seeing = logits(near, 0.0), logits(near, 1.0)
     if bool(blind.isnan().any()):
         raise RotaryError(
-            f"{type(model).__name__} answers eight plain tokens with logits that are not numbers",
+            f"{type(model).__name__} returns logits that are not numbers for eight plain tokens",
             hint="its weights may be damaged, or too large for this dtype",
         )
     if torch.equal(blind, seeing):

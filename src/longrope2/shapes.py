@@ -31,7 +31,7 @@ def misfit(value: Any, shape: Any, where: str = "") -> str | None:
 def _is_a(value: Any, kind: type | UnionType) -> bool:
     if isinstance(value, bool):  # an int in Python, but not in JSON
         return kind is bool
-    if isinstance(value, float) and not math.isfinite(value):  # which JSON has not, but Python reads
+    if isinstance(value, float) and not math.isfinite(value):  # not valid JSON, though Python accepts it
         return False
     # A whole number may stand for a real one.
     return isinstance(value, kind) or (isinstance(value, int) and isinstance(0.0, kind))

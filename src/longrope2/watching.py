@@ -16,7 +16,7 @@ from longrope2.shapes import misfit
 from longrope2.training.log import read_log, steps_in
 
 RECENT = 20
-"""Steps whose mean time tells when training will end."""
+"""Steps whose mean time predicts the end of training."""
 DAY = 24 * 60 * 60
 JOURNAL = {
     "header": {"stages": [int], "config": {"evolution": {"iterations": int}}},
@@ -35,7 +35,7 @@ class View:
     """done, running, interrupted, or waiting"""
     seconds: float | None
     left: float | None
-    """Seconds until it ends, where that can be told."""
+    """Seconds until it ends, where that is known."""
     text: str
 
 
@@ -76,7 +76,7 @@ def _view(folder: Path, book: RunRecord, stage: str, *, at_work: bool) -> View:
 
 
 def _progress(folder: Path, stage: str, name: str) -> tuple[float | None, str]:
-    """Seconds left and what there is to tell of a step that is not done."""
+    """Seconds left, and a note on a step that is not done."""
     if stage == "search":
         return _searching(folder / ledger.HISTORY)
     if stage == "train":
@@ -149,7 +149,7 @@ def _training(folder: Path) -> tuple[float | None, str]:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of a journal that somebody may be writing to."""
+    """The whole lines of a journal that a process may still be writing."""
     if not path.is_file():
         return
     with path.open(encoding="utf-8", errors="replace") as file:
@@ -168,7 +168,10 @@ def run_watch(folder: Path, *, once: bool, every: float) -> None:
     from rich.live import Live
 
     if not 0 < every <= DAY:
-        raise LongRopeError(f"--every must be above 0 and at most {DAY} seconds, got {every}", hint="leave it out: 2")
+        raise LongRopeError(
+            f"--every must be above 0 and at most {DAY} seconds, got {every}",
+            hint="omit it to use the default of 2 seconds",
+        )
     views = look(folder)
     console = Console(highlight=False)
     if once:

@@ -14,7 +14,7 @@ from longrope2.data.plan import make_plan
 
 MARKS = Marks(bos=1, eos=2, pad=3)
 FIRST_TOKEN = 10
-STRIDE = 1_000_000  # between the tokens of two documents, so that every token tells where it comes from
+STRIDE = 1_000_000  # between the tokens of two documents, so that every token shows where it comes from
 
 
 class MemoryCorpus(Corpus):

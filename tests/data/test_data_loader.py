@@ -96,7 +96,7 @@ def test_a_loader_refuses_other_documents():
         fewer.row(0)
     RowLoader(plan, [corpus]).check()
     for loader in (shorter, fewer):
-        with pytest.raises(DataError, match="row 0 speaks of"):
+        with pytest.raises(DataError, match="row 0 refers to"):
             loader.check()
     with pytest.raises(DataError, match="asked for, the plan has rows 0 to"):
         RowLoader(plan, [corpus]).row(-1)

@@ -420,7 +420,7 @@ def damage(line: int, old: str, new: str):
         (damage(5, "}", ""), "line 5 is damaged"),
         (damage(5, '"padding":', '"padding":9'), "line 5 is damaged"),
         (damage(6, '"bucket":"', '"bucket":"x'), "line 6 is damaged"),
-        (lambda lines: lines[:-1], "rows, the header speaks of"),
+        (lambda lines: lines[:-1], "rows, but the header says"),
     ],
 )
 def test_a_damaged_plan_is_refused(saved, change, message):

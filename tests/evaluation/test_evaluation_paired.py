@@ -36,7 +36,7 @@ def test_tasks_of_equal_size_count_as_one_and_each_counts_the_same():
 @pytest.mark.parametrize("counts", [(110,), (20,) * 13, (40, 400)])
 def test_the_interval_holds_the_truth_nineteen_times_of_twenty(counts):
     rng = np.random.default_rng(0)
-    # Each sample is won, lost or drawn with its task's own odds; half of the tasks tell the models apart.
+    # Each sample is won, lost or drawn with its task's own odds; half of the tasks separate the models.
     odds = [(0.2, 0.05) if task % 2 == 0 else (0.1, 0.1) for task in range(len(counts))]
     truth = sum(won - lost for won, lost in odds) / len(counts)
     held = 0
@@ -138,7 +138,9 @@ def test_what_cannot_be_paired_is_said(tmp_path):
     write_run(tmp_path / "a", "yarn", [ruler("vt", [0.0])])
     write_run(tmp_path / "b", "ours", [ruler("vt", [1.0])], values={})
     places = [tmp_path / "a", tmp_path / "b"]
-    with pytest.raises(LongRopeError, match="no other row was asked what yarn was asked, or they do not say"):
+    with pytest.raises(
+        LongRopeError, match="no other row was asked the questions of yarn, or questions were not recorded"
+    ):
         compare(places, against="yarn")
     with pytest.raises(LongRopeError, match="run 'yearn' is not known"):
         compare(places, against="yearn")

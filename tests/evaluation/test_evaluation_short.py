@@ -173,9 +173,14 @@ def test_truthfulqa_choices(packed, data, tmp_path):
 @pytest.mark.parametrize(
     ("task", "name", "row", "message"),
     [
-        ("mmlu", "mmlu_test", {**MMLU[0], "answer": -1}, "question 1: answer names none of four choices"),
-        ("mmlu", "mmlu_dev", {**MMLU[0], "choices": ["1", "2"]}, "question 1: answer names none of four choices"),
-        ("hellaswag", "hellaswag_val", {**HELLASWAG[0], "label": ""}, "question 1: label names none of four endings"),
+        ("mmlu", "mmlu_test", {**MMLU[0], "answer": -1}, "question 1: answer is not one of the four choices"),
+        ("mmlu", "mmlu_dev", {**MMLU[0], "choices": ["1", "2"]}, "question 1: answer is not one of the four choices"),
+        (
+            "hellaswag",
+            "hellaswag_val",
+            {**HELLASWAG[0], "label": ""},
+            "question 1: label is not one of the four endings",
+        ),
         ("hellaswag", "hellaswag_val", {**HELLASWAG[0], "endings": [1, 2, 3, 4]}, "line 1: endings.0 must be str"),
     ],
 )
@@ -189,7 +194,7 @@ def test_a_metric_of_all_documents_together_is_refused():
     from longrope2.evaluation.suites.short import _measure
 
     document = {"filter": "none", "metrics": ["word_perplexity"], "word_perplexity": (-3.0, 5), "prompt_hash": "h"}
-    with pytest.raises(LongRopeError, match="its metric word_perplexity is no score between 0 and 1"):
+    with pytest.raises(LongRopeError, match="its metric word_perplexity is not a score between 0 and 1"):
         _measure("wikitext", {"wikitext": [document]})
 
 

@@ -231,10 +231,10 @@ def test_wrong_choices_are_named(tokenizer, tmp_path):
     setup = setup_of(tokenizer, data=tmp_path)
     path = tmp_path / "longbook_choice_eng.jsonl"
     write_rows(path, [choice_row(), choice_row(answer=["the moon"])])
-    with pytest.raises(DataError, match=r"sample 2: 'the moon' is none of its options"):
+    with pytest.raises(DataError, match=r"sample 2: 'the moon' is not one of its options"):
         infinitebench.choice_samples(setup, 256)
     write_rows(path, [choice_row(answer=[])])
-    with pytest.raises(DataError, match=r"sample 1: None is none of its options"):
+    with pytest.raises(DataError, match=r"sample 1: None is not one of its options"):
         infinitebench.choice_samples(setup, 256)
     path.write_text(json.dumps(choice_row()) + "\n{broken\n")
     with pytest.raises(DataError, match=r"longbook_choice_eng.jsonl, line 2: not valid JSON"):

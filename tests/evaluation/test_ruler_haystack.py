@@ -68,7 +68,7 @@ def test_the_packages_sentences_fit_its_books():
     text = "".join(sentences).replace(" ", "")
     assert len(text) > 200_000
     assert "".join(haystack.haystack_text(None).split()).startswith(text)
-    # Trained parameters tell titles and initials from ends; the rest ends as sentences do.
+    # Trained parameters distinguish titles and initials from ends; the rest ends as sentences do.
     assert not any(s.endswith((" Mr.", " Mrs.", " Dr.", " St.")) for s in sentences)
     assert np.mean([s.endswith((".", "?", "!", '"', "'", ")", "_")) for s in sentences]) > 0.99
     assert 12 < 50_000 / len(sentences) < 40

@@ -184,7 +184,7 @@ class TestRoundTrip:
         assert "original_max_position_embeddings" not in json.loads((tmp_path / "h" / "config.json").read_text())
 
     def test_models_that_carry_factors(self, tmp_path):
-        """As `save_pretrained` of a switching model and `train` write them; factors.json tells more, if it fits."""
+        """As `save_pretrained` of a switching model and `train` write them; factors.json says more, if it fits."""
         loaded = load("tiny", device="cpu")
         longrope2.load(loaded.model, tiny_factors()).save_pretrained(tmp_path / "t")
         loaded.tokenizer.save_pretrained(tmp_path / "t")

@@ -40,7 +40,7 @@ WRONG = {
     'path = "texts"\ncut': ('path = ""\ncut', "data: sources: a source has no path"),
     "[train]\nbatch": (
         "[export]\nformats = []\n[train]\nbatch",
-        "export: formats is empty (name what it should have, or leave it out)",
+        "export: formats is empty (name what it should have, or omit it)",
     ),
     RECALL: ('buckets = ["recal"]', "no bucket is called 'recal'"),
     "up_to = 511": ("up_to = 200", "must end above its start"),

@@ -152,7 +152,7 @@ def test_a_word_is_no_folder_of_that_name(tmp_path, monkeypatch, word):
 
 
 def test_a_folder_called_as_a_word_decides_nothing(tmp_path, monkeypatch):
-    """Otherwise the data would be made anew whenever that folder changes."""
+    """Otherwise the data would be made again whenever that folder changes."""
     monkeypatch.chdir(tmp_path)
     setting = Setting(folder=tmp_path / "run", recipe=read_recipe("tiny-laptop"), info=describe("tiny"), cache=None)
     before = make_steps(setting, {"data"})[0].options
@@ -240,7 +240,7 @@ engines = []
     with pytest.raises(LongRopeError) as caught:
         read_recipe(tmp_path / "r.toml")
     places = ("source 1: buckets", "evaluate 1: lengths", "evaluate 1: tasks", "verify: engines")
-    expected = [f"  - {place} is empty (name what it should have, or leave it out)" for place in places]
+    expected = [f"  - {place} is empty (name what it should have, or omit it)" for place in places]
     expected.insert(0, "  - bucket must be a list of tables ([[bucket]]), got []")
     assert caught.value.message.splitlines()[1:] == expected
     (tmp_path / "r.toml").write_text("target_length = 512\nmethods = []")

@@ -42,7 +42,7 @@ def recipe(place):
 
 @pytest.fixture(scope="module")
 def whole(place, recipe, one_thread):
-    """A run that nobody disturbed; engines are asked here, since tests/export/test_verify.py asks in processes."""
+    """An undisturbed run; engines are asked here, since tests/export/test_verify.py asks in processes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verify, "_ask", lambda engine, _, job: engine.probe(job))
         extend(None, place / "whole", config=recipe, cache=place / "cache")
@@ -162,7 +162,7 @@ def test_what_other_options_gave_is_kept_aside(place, recipe, whole, capfd):
     assert "warning: search runs again" in told
     assert "(iterations 1 → 2)" in told
     assert "report:" not in printed  # which shows the search before
-    assert f"report/index.html was written before this; `longrope2 report {folder}` writes it anew" in told
+    assert f"report/index.html was written before this; `longrope2 report {folder}` writes it again" in told
     assert extend(None, folder, config=changed, stages=["search"])["report"] is None
     aside = list((folder / "earlier").iterdir())
     assert [path.name[:7] for path in aside] == ["search-"]

@@ -1,4 +1,4 @@
-"""`longrope2 watch` reads the state of a run from its files, whoever is at work there."""
+"""`longrope2 watch` reads the state of a run from its files, whichever process is writing there."""
 
 import json
 from contextlib import ExitStack

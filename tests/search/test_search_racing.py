@@ -70,7 +70,7 @@ def test_exact_racing_never_drops_a_parent_nor_the_best(table, num_parents):
     best = scores.best()
     assert best is not None
     assert totals[best] == pytest.approx(min(totals.values()))
-    # What choosing parents looks at: nobody who was dropped comes before a true parent.
+    # What choosing parents looks at: no dropped candidate comes before a true parent.
     chosen = [totals[key] for key in scores.ranking()[:num_parents]]
     assert chosen == pytest.approx(sorted(totals.values())[:num_parents])
     assert len(asked.asked) == len(set(asked.asked)) <= len(rows) * len(order)
@@ -97,7 +97,7 @@ def test_no_mode_costs_more_than_exhaustive_scoring_or_asks_twice(table, mode, n
         assert set(asked.asked) == {(key, document) for key in rows for document in order}
     for key, documents in scores.table.items():
         assert documents == {document: rows[key][document] for document in documents}
-    # Everybody is known by at least one document, somebody by all, and the ranking is of all.
+    # Every candidate has at least one document, some have all, and the ranking has every candidate.
     assert set(scores.table) == set(rows)
     assert scores.best() is not None
     assert sorted(scores.ranking()) == sorted(rows)
@@ -122,7 +122,7 @@ def test_scouts_find_the_telling_document_and_the_leaders_on_it_are_completed():
     scores, asked = run(rows, mode="statistical", order=[0, 2, 1])
     scouts = [(f"g{i}", document) for i in (0, 3, 6) for document in (0, 2, 1)]
     assert asked.asked[:9] == scouts
-    # The last document tells most: everybody goes there next, and its two best are scored on all.
+    # The last document separates best: all candidates go there next, and its two best are scored on all.
     assert asked.asked[9:15] == [(f"g{i}", 2) for i in (1, 2, 4, 5, 7, 8)]
     assert set(asked.asked[15:19]) == {(f"g{i}", document) for i in (7, 8) for document in (0, 1)}
     assert scores.best() == "g8"
@@ -148,14 +148,14 @@ def test_without_spread_between_documents_one_document_is_enough(base, offsets):
 
 
 def test_without_a_known_spread_nobody_is_judged_by_one_document():
-    """One individual is all there was, so nothing tells yet how far a document can be trusted."""
+    """One individual is all there was, so it is not known yet how far a document can be trusted."""
     rows = {"a": [2.0, 2.0, 2.0, 2.0], "b": [3.0, 3.0, 3.0, 3.0]}
     scores, _ = run(rows, mode="statistical", num_parents=9, scores=known({"reference": [1.0, 1.0, 1.0, 1.0]}))
     assert {key: len(found) for key, found in scores.table.items()} == {"reference": 4, "a": 2, "b": 2}
 
 
 def test_whoever_differs_in_proportion_is_known_by_one_document():
-    """Documents that tell more tell more about everybody: one of them is enough."""
+    """Documents that separate better do so for all candidates: one of them is enough."""
     base, weights = [9.0, 8.0, 7.0, 6.0], [0.5, 4.0, 1.0, 2.5]
     earlier = {"best": base, "other": [b + 3 * w for b, w in zip(base, weights, strict=True)]}
     rows = {f"g{i}": [b + i * w for b, w in zip(base, weights, strict=True)] for i in range(1, 6)}

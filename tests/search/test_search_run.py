@@ -300,7 +300,7 @@ def test_without_held_out_documents_everything_is_measured_on_those_searched(tin
     found = measured(tmp_path, "in sample")
     assert set(found) == {"searched", *METHODS} - {"longrope2"}
     assert found["searched"]["perplexity"] == min(row["perplexity"] for row in found.values())
-    assert (found["searched"]["low"], found["searched"]["high"]) == (None, None)  # one document tells no interval
+    assert (found["searched"]["low"], found["searched"]["high"]) == (None, None)  # one document gives no interval
 
 
 def test_the_table_is_data_and_the_rest_is_talk(reference):
@@ -429,7 +429,7 @@ def test_a_journal_of_another_seed_is_refused(reference, tmp_path, monkeypatch, 
 
 
 def test_a_journal_made_with_other_books_is_refused(tiny, books, tmp_path):
-    """The folder has the same name, so only the documents themselves can tell."""
+    """The folder has the same name, so only the documents themselves show the difference."""
     folder = shutil.copytree(books, tmp_path / "books")
     search(tiny, small_config(str(folder)), tmp_path / "out", ALONE)
     for file in folder.iterdir():
@@ -616,7 +616,7 @@ def test_it_says_where_all_candidates_are_worse_than_guessing(
     talk = capsys.readouterr().err
     expected = (
         "warning: all candidates are worse than guessing digits: the best has a perplexity of 72.65 at 320 tokens, "
-        f"guessing 10. The objective tells little there{advice}\n"
+        f"guessing 10. The objective says little there{advice}\n"
     )
     assert talk.count(expected) == 1
     assert "a candidate is better than guessing digits: 1.331, guessing 10" in talk
@@ -911,7 +911,7 @@ def test_words_that_mean_nothing_are_refused():
         (["--method", "longrope", "--space", "wide"], "method longrope is defined with objective plain"),
         (
             ["--method", "longrope", "--upper", 3],
-            "method longrope has bounds of its own, 1 and 1.25 s; leave lower and",
+            "method longrope has bounds of its own, 1 and 1.25 s; omit lower and",
         ),
         (["--space", "wide", "--dimensions", "all"], "space wide shapes the left side itself"),
         (["--method", "longrope", "--attention-factor", "searched"], "method longrope has no temperature to search"),
@@ -951,7 +951,7 @@ def test_ctrl_c_ends_without_a_traceback_and_keeps_the_journal(tiny, books, tmp_
 
     monkeypatch.setattr(Scorer, "__call__", interrupted)
     arguments = ["search", "tiny", "--target-length", 320, "--books", books, "-o", tmp_path, *SMALLEST]
-    # Shells start background jobs with the signal ignored; whoever presses the keys sees the default.
+    # Shells start background jobs with the signal ignored; a terminal has the default.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         code, output, error = command_line(monkeypatch, capsys, *arguments)

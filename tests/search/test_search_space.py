@@ -1,4 +1,4 @@
-"""The search space: every seed and every chain of moves against the paper's constraints, computed anew."""
+"""The search space: every seed and every chain of moves against the paper's constraints, computed again."""
 
 import itertools
 import json

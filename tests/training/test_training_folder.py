@@ -133,7 +133,7 @@ def test_a_bad_row_is_found_before_a_folder_is_claimed(sample, tmp_path):
     plan = read_plan(sample.folder / "plan.jsonl")
     plan.spans[plan.first_span[7], 1] = 10**6
     plan.save(tmp_path / "plan.jsonl")
-    with pytest.raises(LongRopeError, match="row 7 speaks of"):
+    with pytest.raises(LongRopeError, match="row 7 refers to"):
         sample.run(tmp_path / "run", plan=tmp_path / "plan.jsonl")
     assert not (tmp_path / "run").exists()
 

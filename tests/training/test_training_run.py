@@ -209,7 +209,7 @@ def test_needles_leave_training_untouched(tmp_path):
 
 def test_a_window_too_short_for_needles_is_no_error(sample, tmp_path, capsys):
     sample.run(tmp_path / "run", evaluate_every=1, steps=1, evaluate_documents=1)
-    assert "no needles are tried in the original window" in capsys.readouterr().err
+    assert "no needle tests in the original window" in capsys.readouterr().err
     assert {r["length"] for r in read_log(tmp_path / "run" / "log.jsonl")[0]["needles"]} == {TARGET}
     short = make_sample(tmp_path / "short", window=32, target=64)
     with pytest.raises(LongRopeError, match="no room"):  # the target itself

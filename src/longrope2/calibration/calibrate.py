@@ -98,14 +98,14 @@ def calibrate(
 ) -> Calibration:
     """Measure the best length to switch at, with the factors of a file or the model's own.
 
-    The result goes into the folder `output`; a run that was interrupted goes on there.
+    The result goes into the folder `output`; an interrupted run continues there.
     """
     given = None if factors is None else RescaleFactors.load(factors)
     info = describe(model, original_length=given.original_length if given else None)
     if config.store and (given is not None or not (Path(info.location) / "config.json").is_file()):
         raise LongRopeError(
             "--store writes into the config.json of a folder that has its own factors",
-            hint="leave out --store and pass the switch length to `longrope2 generate --switch-length`",
+            hint="omit --store and pass the switch length to `longrope2 generate --switch-length`",
         )
     # Before an 8B model is loaded for nothing.
     if given is not None:
@@ -137,7 +137,7 @@ def measure(
 ) -> Calibration:
     """Score both RoPEs at every length, and recommend a switch length.
 
-    What is scored goes into the folder `output` at once, and is taken from there by a run that goes on.
+    Each score is written to the folder `output` at once; a resumed run reads it from there.
     """
     require_switch(factors)
     config.check(factors.target_length, loaded.tokenizer)

@@ -1,4 +1,4 @@
-"""What a calibration measures, and what of it is refused."""
+"""The options of a calibration, and their limits."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -21,10 +21,10 @@ class CalibrationConfig:
     """The original window is always among them."""
     documents: int = option(20, "Needle documents at each length.", least=2, most=MOST_DOCUMENTS)
     """Depths are taken in turn."""
-    depths: tuple[float, ...] = option((0.0, 0.25, 0.5, 0.75, 1.0), "Where the needles stand.", command=False)
+    depths: tuple[float, ...] = option((0.0, 0.25, 0.5, 0.75, 1.0), "Positions of the needles.", command=False)
     books: str | None = option(None, "Folder, file or hub dataset; default: the package's books.", metavar="SOURCE")
     seed: int = option(0, "The same seed gives the same result.", least=0)
-    store: bool = option(False, "Keep the recommended length in the model's own config.json.", elastic=True)
+    store: bool = option(False, "Write the recommended length into the model's config.json.", elastic=True)
 
     def check(self, target_length: int, tokenizer: Any) -> None:
         """Refuse what cannot be measured."""

@@ -8,8 +8,8 @@ from itertools import takewhile
 from longrope2.console import warn
 
 CONFIDENCE, TOLERANCE = 2.0, 0.01
-"""Results count as the same within so many standard errors and nats per token: a model that is sure of its answers
-has errors so small that the former alone would tell 0.00002 from 0.00004."""
+"""Results count as the same within this many standard errors and nats per token: a model that is sure of its answers
+has errors so small that the former alone would separate 0.00002 from 0.00004."""
 RETRIEVES = 0.5
 """The share of exact answers, at the depth where it is least, from which on a RoPE retrieves."""
 
@@ -53,7 +53,7 @@ class MeasuredLength:
 
 @dataclass(frozen=True, kw_only=True)
 class Recommendation:
-    """A switch length, how far the measurement can tell it from others, and from where on which RoPE is good."""
+    """A switch length, the measured lengths that are as good, and the lengths at which each RoPE is good."""
 
     switch_length: int
     as_good_from: int

@@ -15,7 +15,7 @@ PACKAGE_BOOKS = "books"
 """The word for the package's own books, without those held out for searching and testing. It means them always: a
 folder of that name is written ./books."""
 LARGEST_UPSAMPLE = 16
-"""Beyond it the longest document always comes first, and length ** upsample soon is no finite number."""
+"""Beyond it the longest document always comes first, and length ** upsample soon overflows."""
 # The paper's edges, 100k and 200k, for its window of 128k; other windows get the same proportions.
 MIDDLE_EDGE = 100 / 128
 TOP_EDGE = 200 / 128
@@ -35,7 +35,7 @@ class Source:
         help="A folder of .txt, a .txt, .jsonl, .jsonl.gz or .parquet file, a hub dataset (owner/name:split), or books."
     )
     weight: float = option(
-        1.0, "Share of the tokens of each bucket, relative to the other sources that serve it.", above=0
+        1.0, "Share of the tokens of each bucket, relative to the other sources that fill it.", above=0
     )
     upsample: float = option(
         0.0,
@@ -43,9 +43,9 @@ class Source:
         least=0,
         most=LARGEST_UPSAMPLE,
     )
-    text_column: str = option("text", "For .jsonl, .parquet and hub datasets.")
-    name: str = option("", "As it stands in reports; empty: the path.")
-    buckets: tuple[str, ...] = option((), "Names of the buckets it serves; empty: every one.")
+    text_column: str = option("text", "Column that holds the text, in .jsonl, .parquet and hub datasets.")
+    name: str = option("", "Name in reports; empty: the path.")
+    buckets: tuple[str, ...] = option((), "Names of the buckets that this source fills; empty: all.")
     cut: int | tuple[int, ...] = option(
         (),
         "Cut each text into documents of these lengths in tokens, taken in turn; empty: a text is a document.",
@@ -91,10 +91,10 @@ class Source:
 class Bucket:
     """Documents longer than `above` and of at most `up_to` tokens, their BOS and EOS included."""
 
-    above: int = option(0, "Its documents are longer than this; default: where the bucket before it ends.")
-    up_to: int = option(help="Its documents have at most so many tokens.")
+    above: int = option(0, "Documents in this bucket have more tokens; default: where the bucket before it ends.")
+    up_to: int = option(help="Most tokens of a document in this bucket.")
     quota: float = option(help="Share of the plan's tokens, relative to the other buckets.", above=0)
-    name: str = option("", "As it stands in plans and reports; empty: its range.")
+    name: str = option("", "Name in plans and reports; empty: its range.")
 
     @property
     def label(self) -> str:
@@ -156,7 +156,7 @@ class PlanConfig:
 
     target_length: Length = option(help="Window to reach, e.g. 128k; default: as --config says.", recipe=False)
     original_length: Length = option(
-        help="The trained window, where the config is silent or wrong about it.", recipe=False, least=SHORTEST
+        help="The trained window, if the config does not state it, or states it wrongly.", recipe=False, least=SHORTEST
     )
     rows: int | None = option(None, "Rows to plan; default: what one epoch gives at these quotas.", command=False)
     tokens: int | str | None = option(
@@ -173,7 +173,7 @@ class PlanConfig:
     """In rising order; empty: the paper's."""
     seed: int = option(0, "The same seed gives the same plan.", least=0)
     repeat: bool = option(False, "Use documents again where a bucket runs out of them.")
-    over_long: Literal["cut", "drop"] = option("cut", "Documents above the last bucket.")
+    over_long: Literal["cut", "drop"] = option("cut", "What to do with documents longer than the last bucket.")
     """cut: into equal pieces that fit it."""
     max_padding: float = option(0.01, "Largest share of padding in a short row.", metavar="SHARE", least=0, below=1)
     """More than that is filled with a document that is cut off."""
@@ -292,8 +292,8 @@ class RecallConfig:
 
     lengths: tuple[Length, ...] = option(help="Tokens of a document, e.g. 8k,128k.", least=64)
     """BOS and EOS included."""
-    documents: int = option(100, "Of each length.", least=1)
-    needles: int = option(8, "Hidden and asked for in a document, if there is room.", least=1)
+    documents: int = option(100, "Documents of each length.", least=1)
+    needles: int = option(8, "Numbers hidden and asked for in a document, if there is room.", least=1)
     books: str | None = option(
         None, "Folder, file or hub dataset; default: the package's training books.", metavar="SOURCE"
     )

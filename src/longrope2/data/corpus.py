@@ -50,7 +50,7 @@ class Marks:
 
 
 def document_marks(tokenizer: "PreTrainedTokenizerBase") -> Marks:
-    """The tokenizer's own rule: BOS only where it opens texts with one, or where there is no EOS to part them."""
+    """The tokenizer's own rule: BOS only where it opens texts with one, or where there is no EOS to separate them."""
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     if bos is None and eos is None:
         raise DataError(
@@ -90,7 +90,7 @@ def plain_encoder(tokenizer: "PreTrainedTokenizerBase") -> Callable[[Sequence[st
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     backend.no_truncation()
     backend.no_padding()
-    # A text that speaks of "<s>" means the three characters, not the special token.
+    # A text that contains "<s>" means the three characters, not the special token.
     backend.encode_special_tokens = True
 
     def encode(texts: Sequence[str]) -> list[list[int]]:
@@ -274,7 +274,7 @@ def _write_arrow(source: Source, tokenizer: "PreTrainedTokenizerBase", path: Pat
     if tokens == 0:
         raise DataError(
             f"source {source.label!r}: {documents} documents, no token in any",
-            hint="leave this source out, or check its files",
+            hint="omit this source, or check its files",
         )
     progress.finish(documents, tokens)
     return documents, tokens

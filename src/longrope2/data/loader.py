@@ -83,7 +83,7 @@ class RowLoader:
         for span in planned.spans:
             corpus = self._corpora[span.source]
             if span.document >= corpus.num_documents or span.stop > corpus.lengths[span.document]:
-                raise DataError(f"row {index} speaks of {span}, which is not in the corpus", hint="plan again")
+                raise DataError(f"row {index} refers to {span}, which is not in the corpus", hint="plan again")
             tokens = corpus.tokens(span.document)
             ends = span.stop == len(tokens)
             end = at + marks.size(span.stop - span.start, ends=ends)

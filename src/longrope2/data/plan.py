@@ -160,7 +160,7 @@ def make_plan(
         have = sum(sum(draw.available.values()) for draw in draws)
         raise DataError(
             f"not one row of {config.target_length:,} tokens could be filled: the documents have {have:,}",
-            hint="add documents, or say --repeat to use them more than once",
+            hint="add documents, or use --repeat to use them more than once",
         )
     # The last number keeps this stream apart from those that draw documents.
     order = np.random.default_rng([config.seed, len(config.buckets), 0, 0]).permutation(len(rows))
@@ -207,7 +207,7 @@ def _fill(
             warnings.append(
                 f"bucket {bucket.label}: {rows:,} of {wanted[number]:,} rows; its documents have {available:,} "
                 f"tokens, {wanted[number] * config.target_length:,} are needed "
-                "(add documents of that length, or say --repeat)"
+                "(add documents of that length, or use --repeat)"
             )
     return draws, packed, wanted, warnings
 
@@ -244,7 +244,7 @@ def _check_any_piece(pieces: Sequence[Pieces], config: PlanConfig) -> None:
 
 
 def read_plan(path: Path) -> Plan:
-    """Read a plan back; a file that is no plan, of another version, cut off or damaged is refused."""
+    """Read a plan back; a file that is not a plan, has another version, or is cut off or damaged is refused."""
     try:
         with path.open("rb") as lines:
             header = _header(path, next(lines, b""))
@@ -298,7 +298,7 @@ def _read_rows(path: Path, header: dict[str, Any], lines: Iterator[bytes]) -> Pl
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise DataError(f"{path}: line {number} is damaged ({error})", hint=hint) from error
     if len(of_row) != num_rows:
-        raise DataError(f"{path}: {len(of_row):,} rows, the header speaks of {num_rows:,}", hint=hint)
+        raise DataError(f"{path}: {len(of_row):,} rows, but the header says {num_rows:,}", hint=hint)
     return build_plan(
         config=config,
         sources=sources,

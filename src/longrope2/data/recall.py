@@ -45,7 +45,7 @@ WORDINGS = (
 """How a number is hidden and how it is asked for. Many, so that finding is learned, not one sentence; and not the
 paper's, which needles are measured with: a model that finds those has learned to find what it is asked for."""
 SHARE = 4
-"""Needles and questions take at most one token in so many; a short document has fewer of them."""
+"""Needles and questions take at most one token in this many; a short document has fewer of them."""
 ATTEMPTS = 50
 REACH = 24
 """Words to look ahead for the end of a sentence."""
@@ -145,7 +145,7 @@ class _Maker:
         last = [last[index] for index in rng.permutation(len(last))]
 
         def text(used: int, rest: str = "") -> str:
-            """The document with so many words of the book, and a part of one more."""
+            """The document with this many words of the book, and a part of one more."""
             body = _insert(inserted, words[:used])
             parts = [instruction, "".join(body).strip() + rest, *last]
             return "\n".join(part for part in parts if part)
@@ -197,7 +197,7 @@ def _insert(inserted: Sequence[tuple[float, str]], words: Sequence[str]) -> list
 
 
 def _most_words(count: Callable[[int], int], most: int, tokens: int) -> int | None:
-    """The most words with at most so many tokens; None if not even without any."""
+    """The most words with at most this many tokens; None if even no words are too many."""
     low, high = 0, most + 1  # the first fits, the second does not
     low_count = count(0)
     if low_count > tokens:

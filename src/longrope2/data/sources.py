@@ -69,7 +69,7 @@ def _hub_identity(name: str) -> dict[str, Any]:
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise DataError(
-            f"'{name}' is no file or folder here, and as a hub dataset it cannot be reached ({reason})",
+            f"'{name}' is not a file or folder here, and as a hub dataset it cannot be reached ({reason})",
             hint="check the spelling (owner/name:split) and the connection",
         ) from error
     return {"dataset": match["name"], "split": match["split"] or "train", "commit": commit}

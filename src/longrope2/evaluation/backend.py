@@ -114,7 +114,7 @@ class TorchBackend:
         return head_logits(self.model, hidden)[:, -1].float().argmax(-1)
 
     def _take(self, prompts: Sequence[Prompt], answers: list[list[int]], tokens: list[int]) -> bool:
-        """Add a token to every answer that goes on; whether all have ended."""
+        """Add a token to every unfinished answer; returns whether all have ended."""
         for prompt, answer, token in zip(prompts, answers, tokens, strict=True):
             if not self._ended(prompt, answer):
                 answer.append(token)
@@ -128,7 +128,7 @@ class TorchBackend:
         return bool(prompt.stop) and any(word in self.tokenizer.decode(answer) for word in prompt.stop)
 
     def _choose(self, lengths: Sequence[int]) -> None:
-        """Tell the rotary module which rows are long; before each forward, since a head's forward asks again."""
+        """Set which rows are long in the rotary module; before each forward, since a head's forward asks again."""
         if self._switch is not None:
             long_rows = self._switch.is_long(torch.tensor(lengths))
             same = bool(long_rows.all() or not long_rows.any())
@@ -197,7 +197,7 @@ class VllmBackend:
         except (RuntimeError, ValueError, OSError) as error:
             raise LongRopeError(
                 f"vLLM does not start with {info.name} ({' '.join(str(error).split())})",
-                hint="its own messages above say more; --backend torch does without it",
+                hint="its own messages above say more; --backend torch does not need it",
             ) from error
 
     def batch_tokens(self) -> int:

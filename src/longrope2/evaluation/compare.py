@@ -103,7 +103,7 @@ def _read(folder: Path) -> dict[str, Any]:
 
 
 def _check(result: Any) -> list[str]:
-    """Raise ValueError for what is no result of an evaluation; names the unknown suites."""
+    """Raise ValueError for anything but the results of an evaluation; returns the names of unknown suites."""
     problems = [misfit(result, RUN)]
     if problems == [None]:
         problems += [grid_misfit(grid) for grid in result["grids"].values()]
@@ -150,11 +150,11 @@ def _differences(runs: Sequence[dict[str, Any]], names: Sequence[str], against: 
     }
     if not any(found.values()):
         raise LongRopeError(
-            f"no other row was asked what {against} was asked, or they do not say",
+            f"no other row was asked the questions of {against}, or questions were not recorded",
             hint="evaluate all with the same suites, lengths, samples and seed, by this release",
         )
     for name in (name for name, own in found.items() if not own):
-        warn(f"{name} is not compared with {against}: it was asked something else, or does not say what")
+        warn(f"{name} is not compared with {against}: different questions, or questions that were not recorded")
     return found
 
 

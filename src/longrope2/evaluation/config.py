@@ -21,14 +21,14 @@ class EvaluationConfig:
         (), "Tokens of prompt and answer, e.g. 4k,8k.", usual="4k, 8k, 16k, … up to the window", least=1
     )
     samples: int | None = option(
-        None, "Per task and length (niah: per cell).", usual="the suite's", metavar="N", least=1
+        None, "Samples per task and length (niah: per cell).", usual="the suite's", metavar="N", least=1
     )
     tasks: tuple[str, ...] = option((), "Only these tasks of the suites.", usual="all")
     data: str | None = option(None, "The benchmarks' own files: see docs/evaluation.md.", metavar="FOLDER")
-    books: str | None = option(None, "For niah and perplexity.", usual="the package's books", metavar="SOURCE")
+    books: str | None = option(None, "Books for niah and perplexity.", usual="the package's books", metavar="SOURCE")
     chat: bool = option(False, "Put prompts into the tokenizer's chat template.")
     seed: int = option(42, "The same seed asks the same questions.", least=0, most=LARGEST_SEED)
-    beyond_window: bool = option(False, "Go beyond the window.", recipe=False)
+    beyond_window: bool = option(False, "Allow lengths beyond the window.", recipe=False)
     batch_tokens: Length | None = option(None, "Tokens in a batch.", usual="by free memory", least=1)
 
     def __post_init__(self) -> None:
@@ -83,6 +83,6 @@ def lengths_for(config: EvaluationConfig, window: int) -> tuple[int, ...]:
     if lengths[0] > window and not config.beyond_window:
         raise LongRopeError(
             f"length {lengths[0]:,} is beyond the model's window of {window:,} tokens",
-            hint="choose shorter --lengths, give --factors that reach it, or say --beyond-window",
+            hint="choose shorter --lengths, give --factors that reach it, or use --beyond-window",
         )
     return tuple(lengths)

@@ -24,7 +24,7 @@ class RowsCache:
     """Keys and values of several rows that end in the same column; stands in for a transformers cache."""
 
     def __init__(self, lengths: Sequence[int], steps: int) -> None:
-        """For prompts of these lengths, and so many decode steps after them."""
+        """For prompts of these lengths, and this many decode steps after them."""
         self._columns = max(lengths)
         self._starts = [self._columns - length for length in lengths]
         self._capacity = self._columns + steps

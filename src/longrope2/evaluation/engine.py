@@ -19,7 +19,7 @@ from longrope2.journal import JournalFile
 if TYPE_CHECKING:
     from longrope2.perplexity import Score
 
-# A forward without a cache keeps a GPU busy with so many; more would only cost memory.
+# A forward without a cache keeps a GPU busy with this many; more would only cost memory.
 SCORED_TOKENS = 1 << 15
 
 Item = TypeVar("Item")
@@ -162,7 +162,7 @@ class EvaluationEngine:
         if room < 1:
             raise DataError(
                 f"{sample.key}: its prompt has {len(tokens):,} tokens, the model's window {self.backend.window:,}",
-                hint="choose shorter lengths, or say --beyond-window",
+                hint="choose shorter lengths, or use --beyond-window",
             )
         return Prompt(token_ids=tokens, max_new_tokens=min(sample.max_new_tokens, room), stop=sample.stop)
 

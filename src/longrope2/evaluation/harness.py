@@ -141,7 +141,7 @@ def _rows(path: Path, shape: dict[str, Any], choices: str = "", right: str = "")
     rows = list(read_rows(path, shape, source=hint))
     for number, row in enumerate(rows if choices else (), 1):
         if len(row[choices]) != 4 or str(row[right]) not in list("0123"):
-            raise DataError(f"{path}, question {number}: {right} names none of four {choices}", hint=hint)
+            raise DataError(f"{path}, question {number}: {right} is not one of the four {choices}", hint=hint)
     return rows
 
 

@@ -143,7 +143,7 @@ class Suite:
     samples: int | None = None
     """Of a task at one length, unless another number is asked for; None where its files decide."""
     cells: int = 1
-    """Places at each length that have so many."""
+    """Places at each length that have this many."""
     most_samples: int | None = None
     """Where it cannot make as many as are asked for."""
     every_length: bool = False
@@ -230,11 +230,11 @@ class Frame:
 def chat_frame(tokenizer: "PreTrainedTokenizerBase") -> Frame:
     """The frame of the tokenizer's own chat template: one user turn, then the opening of the assistant's."""
     if not tokenizer.chat_template:
-        raise DataError("the tokenizer has no chat template", hint="leave the chat mode out: it is a base model")
+        raise DataError("the tokenizer has no chat template", hint="omit --chat: this is a base model")
     # The answer prefix opens the answer itself, so there is no room for thoughts before it.
     before, marker, after = user_turn(tokenizer, MARKER, enable_thinking=False).partition(MARKER)
     if not marker:
-        raise DataError("the chat template does not show the user's message", hint="leave the chat mode out")
+        raise DataError("the chat template does not show the user's message", hint="omit --chat")
     if opens_with_bos(tokenizer):
         # The tokenizer adds this one when the prompt is tokenized.
         before = before.removeprefix(str(tokenizer.bos_token))
@@ -261,7 +261,7 @@ def cut_at_stop(text: str, stop: Sequence[str]) -> str:
 
 
 def truncate_middle(tokenizer: Any, prompt: str, most: int) -> str:
-    """At most so many tokens of a prompt: its two ends, which hold instruction and question."""
+    """At most this many tokens of a prompt: its two ends, which hold instruction and question."""
     ids = encode(tokenizer, prompt)
     half = most // 2
     while len(ids) > most:
@@ -279,7 +279,7 @@ def truncate_middle(tokenizer: Any, prompt: str, most: int) -> str:
 
 
 def most_that_fit(count_tokens: Callable[[int], int], most: int, tokens: int) -> int:
-    """The most parts, from 1 to `most`, with at most so many tokens.
+    """The most parts, from 1 to `most`, with at most this many tokens.
 
     Parts take nearly the same number of tokens each, so a few counts suffice.
     """

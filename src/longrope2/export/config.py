@@ -18,7 +18,7 @@ class Exporting:
     """What is the same for every format."""
 
     profile: Profile = option(
-        "dual", "Original RoPE in short sequences, or rescaled RoPE in all: the same in every engine."
+        "dual", "dual: the original RoPE in short sequences; static-long: the rescaled RoPE in all sequences."
     )
     dtype: Precision | None = option(None, "Default: as the model is stored. q8_0 is for GGUF.")
     fold_temperature: bool = option(
@@ -35,15 +35,15 @@ class ExportConfig(Exporting):
     )
     results: FileName | None = option(None, "JSON to show on the model card.")
     extend_again: bool = option(False, "Replace the factors that the model carries.")
-    force: bool = option(False, "Replace an earlier export there; anything else never.")
+    force: bool = option(False, "Replace an earlier export; other files are never replaced.")
 
     def check(self) -> None:
-        """Refuse what no export can be."""
+        """Refuse options that no export can have."""
         if found := wrong_types(self) or broken_limits(self):
             raise LongRopeError(all_problems("export options", found), hint="see `longrope2 export --help`")
         if self.dtype == "q8_0" and self.format != "gguf":
             raise LongRopeError(
-                f"--dtype {self.dtype} is a format of GGUF", hint="say --format gguf, or --dtype bfloat16"
+                f"--dtype {self.dtype} is a format of GGUF", hint="use --format gguf, or --dtype bfloat16"
             )
 
 
@@ -51,7 +51,7 @@ class ExportConfig(Exporting):
 class ExportTable(Exporting):
     """The table [export] of a recipe, which may name several formats."""
 
-    formats: tuple[Format, ...] = option(("huggingface",), "An export each.")
+    formats: tuple[Format, ...] = option(("huggingface",), "Formats to write, one export each.")
 
     def exports(self, *, results: str | None, extend_again: bool) -> Iterator[ExportConfig]:
         """One export for each format, in place of what an interruption has left."""
@@ -62,7 +62,7 @@ class ExportTable(Exporting):
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyConfig:
-    """Whom to ask."""
+    """Which engines to ask."""
 
     engines: tuple[str, ...] = option(
         (),

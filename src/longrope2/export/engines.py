@@ -19,7 +19,7 @@ Advice = Callable[[RescaleFactors, str], Sequence[tuple[str, str]]]
 
 @dataclass(frozen=True, kw_only=True)
 class ServingEngine:
-    """An engine that a model card speaks of; the rest is known of those that `verify` can run."""
+    """An engine that a model card mentions; fields with defaults are set for engines that `verify` can run."""
 
     name: str
     title: str
@@ -170,7 +170,7 @@ TRANSFORMERS = ServingEngine(
     packages={"transformers": "pip install transformers"},
     chooses="length",
     temperature="long",
-    remarks={"gemma3_text": "not with 5.17 to 5.20, which stop in an error"},
+    remarks={"gemma3_text": "not with 5.17 to 5.20, which stop with an error"},
 )
 VLLM = ServingEngine(
     name="vllm",

@@ -93,7 +93,7 @@ def _check_outputs(output: Path, source: SourceModel, *, format: Format, force: 
     if is_folder == (output.suffix == ".gguf"):
         raise LongRopeError(
             f"{output}: the name of a GGUF file ends in .gguf, and that of a folder does not",
-            hint="add --format gguf" if is_folder else f"say -o {output}.gguf, or leave --format gguf out",
+            hint="add --format gguf" if is_folder else f"use -o {output}.gguf, or omit --format gguf",
         )
     ours = {output: is_exported_folder} if is_folder else {output: is_exported_file, card_path(output): is_card}
     force = force or not output.exists()  # a card without its file is what a kill has left
@@ -113,7 +113,7 @@ def _factors(source: SourceModel, given: RescaleFactors | str | Path | None, *, 
             )
         return with_origin(source.folder, carried) if source.folder else carried
     factors = RescaleFactors.given(given)
-    # The factors state the original window, also where a config is silent or wrong about it.
+    # The factors state the original window, also if a config does not state it, or states it wrongly.
     factors.check_fits(replace(info.rope, original_length=factors.original_length), info.name)
     if carried is None or not carried.rotates_as(factors):
         info.refuse_rescaled(extend_again=extend_again)
@@ -175,7 +175,7 @@ def check_output(output: Path, *, source: str, force: bool, is_folder: bool, is_
 
 @contextmanager
 def room_ends(output: Path) -> Iterator[None]:
-    """Tell of a disk that fills up, or a quota that is met, on the way; safetensors and numpy call it no ENOSPC."""
+    """Report a full disk or quota while writing; safetensors and numpy do not raise it as ENOSPC."""
     from safetensors import SafetensorError
 
     try:

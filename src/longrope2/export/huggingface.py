@@ -68,7 +68,7 @@ def is_exported_folder(folder: Path) -> bool:
 
 
 def _shards(sizes: Mapping[str, int], shard_bytes: int) -> list[list[str]]:
-    """Names of tensors, in order, in groups of at most so many bytes."""
+    """Names of tensors, in order, in groups of at most this many bytes."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, size in sizes.items():

@@ -123,7 +123,7 @@ def _chosen(path: Path, engines: Sequence[str]) -> Iterator[tuple[str, str | Non
         if engines and found is None:
             raise LongRopeError(
                 f"{name} is not installed here",
-                hint=f"{_pip(known[name])}, or --engine {name}=PYTHON of another place",
+                hint=f"{_pip(known[name])}, or --engine {name}=PYTHON with the Python of another environment",
             )
         yield name, found
 
@@ -275,7 +275,7 @@ def _explanation(reference: Reference, engine: ServingEngine, answers: Sequence[
 def _tolerance(reference: Reference, answers: Sequence[Answer]) -> float:
     """How large an error may be.
 
-    Rounding to 16 or 8 bits can cost more than any fixed bound that still tells faults apart. There answers must
+    Rounding to 16 or 8 bits can cost more than any fixed bound that still separates faults. There answers must
     be twice as near to the right ones as to those of any known fault.
     """
     if not reference.is_rounded:

@@ -23,7 +23,7 @@ _NOTE = "longrope2_filled"
 
 @dataclass(frozen=True, kw_only=True)
 class Filled:
-    """What lies in a cache, to tell whether it still fits a conversation and its side of the switch."""
+    """What lies in a cache, to decide whether it still fits a conversation and its side of the switch."""
 
     tokens: Tensor
     """[batch, columns], PADDING where the attention mask is 0."""
@@ -31,7 +31,7 @@ class Filled:
     """[batch] bool: the rows whose keys and values were computed with the long factors."""
 
     def serves(self, tokens: Tensor, long_rows: Tensor, columns: int) -> bool:
-        """Whether a cache with so many columns can be continued: the same tokens in it, on the same sides."""
+        """Whether a cache with this many columns can be continued: the same tokens in it, on the same sides."""
         same_rows = torch.equal(self.long_rows, long_rows)
         # Columns rather than all that was noted: the user may have cropped the cache since.
         return same_rows and torch.equal(self.tokens[:, :columns], tokens[:, :columns])

@@ -20,7 +20,7 @@ class Sampling:
     top_p: float | None = option(
         None, "Sample among the likeliest tokens of this total probability.", metavar="P", above=0, most=1
     )
-    seed: int = option(0, "For sampling.", least=0, most=(1 << 63) - 1)
+    seed: int = option(0, "Seed for sampling.", least=0, most=(1 << 63) - 1)
 
     def options(self) -> dict[str, Any]:
         """For transformers; also where a model's own generation config says otherwise."""
@@ -36,10 +36,10 @@ class GenerateConfig:
     prompt: str | None = option(None, "The prompt itself.", metavar="TEXT")
     prompt_file: FileName | None = option(None, "Read the prompt from a file.")
     max_new_tokens: Length | None = option(None, "Default: 256, or what the window leaves room for.", least=1)
-    stream: bool = option(False, "Print text as it comes.")
+    stream: bool = option(False, "Print text as it is generated.")
     strategy: Strategy | None = option(
         None,
-        "At the switch: run the text again, do so ahead in small parts, or pick one RoPE for all.",
+        "At the switch: recompute the cache, build it ahead in small parts, or use one RoPE for the whole text.",
         flag="--switch",
         usual="recompute",
     )
@@ -47,8 +47,8 @@ class GenerateConfig:
         None, "Tokens above which the long RoPE is used; default: the model's own, or its trained window."
     )
     sampling: Sampling = option(Sampling)
-    raw: bool = option(False, "No chat template.")
-    allow_beyond: bool = option(False, "Go beyond the window, with a warning.", flag="--beyond-window")
+    raw: bool = option(False, "Do not use the chat template.")
+    allow_beyond: bool = option(False, "Allow more tokens than the window, with a warning.", flag="--beyond-window")
 
     def check(self) -> None:
         """Refuse values that nothing can be generated with."""

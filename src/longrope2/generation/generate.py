@@ -103,7 +103,7 @@ def generate(
     if not has_factors and (strategy or switch_length):
         raise LongRopeError(
             f"{model} has no factors, so there is nothing to switch to",
-            hint="pass --factors FILE, or leave out --switch and --switch-length",
+            hint="pass --factors FILE, or omit --switch and --switch-length",
         )
     tokenizer = load_tokenizer(info)
     ids = encode(tokenizer, prompt, raw=config.raw)

@@ -129,7 +129,7 @@ class Run:
         return crossings
 
     def take(self, cache: Any, input_ids: Tensor) -> None:
-        """Go on with a cache from before if it holds this conversation on the right side; else refill it."""
+        """Continue an earlier cache if it holds this conversation on the right side; else refill it."""
         self.cache, filled = cache, noted(cache)
         tokens = without_padding(input_ids, self.prompt_mask)
         if num_cached(cache) and not (filled and filled.serves(tokens, self.long_rows, num_cached(cache))):
@@ -330,7 +330,7 @@ class Schedule:
         self._wake_up()
 
     def _stop(self, shadow: Shadow, columns: int, chunks: int) -> int:
-        """How far a cache can be grown by so many chunks, of tokens that are known; whole chunks but the last."""
+        """How far a cache can be grown by this many chunks, of tokens that are known; whole chunks but the last."""
         end = shadow.crossing - 1
         if shadow.crossing == columns:
             return end

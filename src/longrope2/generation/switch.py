@@ -109,7 +109,7 @@ def check_switch_length(switch_length: int, target_length: int) -> None:
     if not 1 <= switch_length <= target_length:
         raise LongRopeError(
             f"switch_length must lie from 1 to the target length {target_length}, got {switch_length}",
-            hint="leave it out: the original window; `longrope2 calibrate` measures a better one",
+            hint="omit it to switch at the original window; `longrope2 calibrate` measures a better length",
         )
 
 

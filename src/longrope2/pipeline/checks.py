@@ -42,12 +42,12 @@ def check_recipe(setting: Setting, stages: Container[str]) -> None:
     if problems:
         raise LongRopeError(
             all_problems("this extension cannot start", problems),
-            hint="mend the recipe (--show-recipe NAME prints one of the package); --dry-run checks it, too",
+            hint="fix the recipe (--show-recipe NAME prints one of the package); --dry-run checks it, too",
         )
 
 
 def _complaints(build: Callable[..., Any], *arguments: Any, **options: Any) -> list[str]:
-    """What building something complains of, with its hint unless that speaks of the command line."""
+    """The error of building something, with its hint unless that is about the command line."""
     try:
         build(*arguments, **options)
     except LongRopeError as error:

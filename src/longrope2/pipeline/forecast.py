@@ -1,6 +1,6 @@
 """What an extension would take, stage by stage, before it starts: from the model's shape and this machine's speed.
 
-Rough by intent: it tells minutes from days and whether a disk is large enough. Nothing but the configuration is read.
+Rough by intent: it separates minutes from days and says whether a disk is large enough. Reads only the configuration.
 """
 
 import time
@@ -62,7 +62,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What a step takes; None where nobody can know yet."""
+    """What a step takes; None where that is not known yet."""
 
     seconds: float | None
     memory: float | None = None
@@ -176,7 +176,7 @@ def _data(setting: Setting, _: Step, shape: ModelShape, machine: Machine) -> Nee
 
 
 def _work(setting: Setting, *, is_planned: bool) -> Work | None:
-    """What training has to go through, from the plan if there is one that stays; None where nobody can know yet."""
+    """The work of training, from the plan if there is one that stays; None where that is not known yet."""
     recipe, path = setting.recipe, setting.folder / ledger.PLAN
     try:
         plan = read_plan(path) if is_planned and path.exists() else None

@@ -47,11 +47,11 @@ class Recipe:
     model: str = option(TINY, "Folder with config.json, .gguf file, hub id, or the word tiny.")
     target_length: Length = option(help="Window to reach, in tokens.", least=1)
     original_length: Length | None = option(
-        None, "The trained window, where the config is silent or wrong about it.", least=1
+        None, "The trained window, if the config does not state it, or states it wrongly.", least=1
     )
     extend_again: bool = option(False, "Accept a model that was extended before.")
     methods: tuple[str, ...] = option(("pi", "ntk", "yarn"), "Closed forms to compare with.")
-    description: str = option("", "For people.")
+    description: str = option("", "Free text for readers of the recipe.")
     search: Table = field(default_factory=dict)
     plan: Table = field(default_factory=dict)
     source: tuple[Table, ...] = ()
@@ -154,7 +154,7 @@ def read_recipe(
     }
     values |= {key: value for key, value in given.items() if value is not None}
     if "target_length" not in values:
-        raise LongRopeError("the target length is missing", hint="say --target-length, e.g. 128k")
+        raise LongRopeError("the target length is missing", hint="give --target-length, e.g. 128k")
     recipe = Recipe(**values)
     if Path(recipe.model).name in ("", ".."):  # the folder we are in, or above: exports and pages need its name
         return replace(recipe, model=str(Path(recipe.model).resolve()))
@@ -247,7 +247,7 @@ def _wrong_entries(subject: str, table: Table, hints: Mapping[str, Any]) -> list
     # Commands take an empty list for their default, and so for more than nothing.
     empty = [name for name, value in table.items() if name in hints and value == ()]
     return wrong_entries(subject, table, hints) + [
-        f"{subject}: {name} is empty (name what it should have, or leave it out)" for name in empty
+        f"{subject}: {name} is empty (name what it should have, or omit it)" for name in empty
     ]
 
 

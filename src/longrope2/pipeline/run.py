@@ -1,4 +1,4 @@
-"""`longrope2 extend`: every step that is not done yet, in order; run it again and it goes on where it was."""
+"""`longrope2 extend`: every step that is not done yet, in order; run it again to continue."""
 
 import contextlib
 import gc
@@ -80,7 +80,7 @@ def run_extend(model: str | None, output: Path, *, dry_run: bool, as_json: bool,
         if result["report"]:
             print(f"report: {result['report']}")
     if not result["report"] and (output / ledger.PAGE).exists():
-        say(f"{output / ledger.PAGE} was written before this; `longrope2 report {output}` writes it anew")
+        say(f"{output / ledger.PAGE} was written before this; `longrope2 report {output}` writes it again")
     if summary.note:
         say(summary.note)
 
@@ -157,7 +157,7 @@ class Job:
             elif damaged := book.damaged(step.name):
                 found[step.name] = f"missing or changed: {', '.join(damaged)}"
         planned = any(step.name == "data" for step in self.steps) and "data" not in found
-        # Reading tokens takes a second for each GB: only if somebody will train on them.
+        # Reading tokens takes a second for each GB: only if a step will train on them.
         if planned and not plan_is_usable(self.setting, whole="train" in found):
             found["data"] = "its tokenised sources are no longer in the cache"
         return found
@@ -172,7 +172,7 @@ class Job:
                 stack.enter_context(ledger.run_folder(self.folder).alone())
                 if kept := ledger.keep_damaged(self.folder):
                     warn(
-                        f"{self.folder / ledger.LEDGER} is damaged (kept as {kept.name}) and made anew: "
+                        f"{self.folder / ledger.LEDGER} is damaged (kept as {kept.name}) and made again: "
                         "each step runs again, and finds what it has done"
                     )
                 Ledger(self.folder).describe(
@@ -213,7 +213,7 @@ class Job:
             outputs = {name: _digest(self.folder / name) for name in step.outputs}
             seconds = Ledger(self.folder).finish(step.name, outputs, time.monotonic() - started)
             say(f"{step.name}: done in {duration(seconds)}")
-        _agree(None)  # nobody reads what is not written yet
+        _agree(None)  # no process reads what is not written yet
 
     def _all_inputs(self) -> dict[str, dict[str, Any]]:
         """What decides the result of each step, the results it needs included."""
@@ -264,7 +264,7 @@ def _make_room(folder: Path, step: Step, inputs: Mapping[str, Any], reason: str)
     if step.replaces:
         return
     if entry is None:
-        # A ledger was lost, or somebody worked here by hand. Long steps tell themselves what is theirs to go on with.
+        # A ledger was lost, or files were changed by hand. Long steps decide themselves what they can resume.
         if not step.together and (aside := _set_aside(folder, place, step.name, fingerprint(inputs))):
             say(f"{step.name} runs again; what was there is kept in {aside}")
     elif entry.fingerprint != fingerprint(inputs):

@@ -50,7 +50,7 @@ class Setting:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What tells the model and the task from others."""
+        """What identifies the model and the task."""
         return {
             "weights": weights_fingerprint(self.info),
             "original_length": self.info.rope.original_length,
@@ -306,7 +306,7 @@ def _export_step(setting: Setting, model: str, evaluations: tuple[str, ...]) -> 
 
 
 def _verify(setting: Setting, exported: tuple[str, ...]) -> None:
-    """Keep what the engines answered; a wrong answer is told, and does not undo what was made."""
+    """Keep the engines' answers; a wrong answer is reported, and does not undo the export."""
     engines = VerifyConfig(**setting.recipe.verify).engines
     found = {}
     for place in exported:
@@ -335,7 +335,7 @@ def plan_is_usable(setting: Setting, *, whole: bool) -> bool:
 
 
 def by_content(options: Mapping[str, Any], *paths: str) -> dict[str, Any]:
-    """Options whose local files are told by what they hold: moved, or spelled another way, they are the same."""
+    """Options with local files identified by their content: moved, or spelled another way, they are the same."""
     known = {name: ledger.output_digest(Path(options[name]).expanduser()) for name in paths if options.get(name)}
     return {**options, **{name: digest for name, digest in known.items() if digest is not None}}
 

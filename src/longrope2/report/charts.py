@@ -105,7 +105,7 @@ def _losses(data: Data) -> Iterator[Chart]:
     yield Chart(
         name="losses",
         title="Training",
-        caption=f"{which} Rows differ, so single steps do.{thinned}",
+        caption=f"{which} Rows differ, so the loss varies from step to step.{thinned}",
         columns=columns,
         rows=[[line.get(column) for column in columns] for line in log],
         draw=partial(figures.draw_losses, by_kind),
@@ -194,7 +194,7 @@ def _times(data: Data) -> Iterator[Chart]:
     yield Chart(
         name="time",
         title="Time by stage",
-        caption="Wall-clock seconds of all sessions, but for those that were killed.",
+        caption="Wall-clock seconds of all sessions, except those that were killed.",
         columns=("stage", "seconds"),
         rows=[[stage, value] for stage, value in seconds.items()],
         draw=partial(figures.draw_bars, bars, label="seconds"),

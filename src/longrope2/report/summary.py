@@ -1,4 +1,4 @@
-"""The table that says whether it worked: methods as rows, scores by length, and what is left in the own window."""
+"""The table that says whether it worked: methods as rows, scores by length, and what is kept in the original window."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ NAMES = {
     "yarn-rcd": "YaRN-rcd",
 }
 UNTRAINED = (
-    "without training: no texts are named for it, so the stages data and train are left out. "
+    "without training: the recipe names no texts, so the stages data and train are skipped. "
     "To add them, run it again with a recipe that has a [[source]]: see docs/guide.md"
 )
 Score = Mapping[str, Any]
@@ -38,7 +38,7 @@ class Summary:
     methods: dict[str, dict[str, Any]]
     """For each method: `by_length`, `short_perplexity`, `perplexity_retention`, `short_retention` where measured."""
     note: str = ""
-    """What is to be known of the whole run; empty for most."""
+    """A note on the whole run; empty for most."""
 
     def to_json(self) -> dict[str, Any]:
         """As values."""
@@ -78,7 +78,7 @@ def overall(scores: Sequence[Score], suite: str) -> list[Score]:
 
 
 def short_perplexity(scores: Sequence[Score], original_length: int) -> float | None:
-    """Of books within the own window: the longest length measured there, through a sliding window if there is one."""
+    """Of books within the original window: the longest length measured, by a sliding window if there is one."""
     own = [s for s in scores if s["suite"] == "perplexity" and s["length"] <= original_length and s["score"]]
     best = max(own, key=lambda s: (s["length"], s["task"] == "sliding"), default=None)
     return None if best is None else best["score"]
@@ -105,7 +105,7 @@ def _table(data: Mapping[str, Any], methods: dict[str, dict[str, Any]]) -> Summa
     suites = ", ".join(dict.fromkeys(SUITES[suite].title for suite, _ in places))
     caption = f"{suites}: share of right answers by length" if suites else ""
     if "short_perplexity" in shown:
-        caption += "; short PPL: perplexity of books within the own window, kept: that of the original over it"
+        caption += "; short PPL: perplexity of books within the original window; kept: the original's over the method's"
     return Summary(
         title=f"{data['model']}, {_extension(data)} tokens",
         columns=["", *(f"{SUITES[suite].summary} {length_label(int(length))}" for suite, length in places),

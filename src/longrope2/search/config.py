@@ -1,4 +1,4 @@
-"""What decides a search besides the model, and what of it is refused."""
+"""The options of a search, and their limits."""
 
 import math
 from dataclasses import dataclass
@@ -26,10 +26,10 @@ class Bounds:
         "longrope2", "longrope: the first version (all dimensions from 1 to 1.25 s, plain perplexity)."
     )
     dimensions: Literal["critical", "all"] = option("critical", "Search from d_rcd on, or every dimension.")
-    lower: float = option(1.0, "Least right-hand factor, in extension ratios.", least=0.01, most=1000)
+    lower: float = option(1.0, "Smallest right-hand factor, in extension ratios.", least=0.01, most=1000)
     upper: float = option(2.0, "Largest right-hand factor, in extension ratios.", least=0.01, most=1000)
     grid: float = option(0.01, "Step between factors.", least=1e-6, most=0.25)
-    mutation_probability: float = option(0.3, "That a mutation changes a factor.", above=0, most=1)
+    mutation_probability: float = option(0.3, "Probability that a mutation changes a factor.", above=0, most=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,15 +39,15 @@ class EvolutionConfig:
     algorithm: Literal["surrogate", "evolution"] = option(
         "surrogate", "surrogate: a model of the scores so far picks among many children; evolution: the paper's."
     )
-    population: int = option(64, "Candidates to begin with.", least=1)
+    population: int = option(64, "Candidates in the first population.", least=1)
     iterations: int = option(8, "Rounds of mutation and crossover; the paper's search has 40.", least=0)
-    parents: int = option(32, "Best candidates that the next ones are made from.", least=1)
-    mutations: int = option(4, "New candidates by mutation, an iteration.", least=0)
-    crossovers: int = option(4, "New candidates by crossover, an iteration.", least=0)
+    parents: int = option(32, "Number of best candidates from which new ones are made.", least=1)
+    mutations: int = option(4, "New candidates by mutation in each iteration.", least=0)
+    crossovers: int = option(4, "New candidates by crossover in each iteration.", least=0)
     race: Mode = option("statistical", "When to stop scoring a candidate; off is the paper's schedule.")
     race_confidence: float = option(
         -0.5,
-        "Standard errors granted to a candidate before it is stopped; more is safer, slower.",
+        "Standard errors granted to a candidate before it is stopped; more is safer but slower.",
         least=-1000,
         most=1000,
     )
@@ -78,12 +78,16 @@ class SearchConfig(Bounds):
     )
     depth: float | tuple[float, ...] | None = option(
         None,
-        "Where the needle stands: 0 start, 1 end; of several, a document each, in turn.",
+        "Position of the needle: 0 start, 1 end; documents take several depths in turn.",
         usual="0; 0,0.5,0.25,0.75 in the wide space",
     )
     documents: int = option(10, "Needle documents, a book each.", least=1, most=MOST_DOCUMENTS // 2)
     held_out: int | None = option(
-        None, "Other documents, to choose the winner on.", usual="as many", least=0, most=MOST_DOCUMENTS // 2
+        None,
+        "Documents that the search does not see, to choose the winner.",
+        usual="as many as --documents",
+        least=0,
+        most=MOST_DOCUMENTS // 2,
     )
     books: str | None = option(None, "Folder, file or hub dataset.", usual="the package's books", metavar="SOURCE")
     staged: bool | None = option(
@@ -155,11 +159,11 @@ class SearchConfig(Bounds):
         if self.method == "longrope" and (self.space, self.objective) != ("paper", "plain"):
             found.append("method longrope is defined with objective plain and space paper")
         if self.method == "longrope" and (self.lower, self.upper) != (Bounds.lower, Bounds.upper):
-            found.append("method longrope has bounds of its own, 1 and 1.25 s; leave lower and upper out")
+            found.append("method longrope has bounds of its own, 1 and 1.25 s; omit lower and upper")
         if self.method == "longrope" and self.staged:
             found.append("method longrope begins at closed forms of the target length; staged goes with the spaces")
         if self.method == "longrope" and self.attention_factor == "searched":
-            found.append("method longrope has no temperature to search; give a number, or leave attention_factor out")
+            found.append("method longrope has no temperature to search; give a number, or omit attention_factor")
         if self.space == "wide" and self.dimensions == "all":
             found.append("space wide shapes the left side itself; dimensions all goes with space paper")
         return found

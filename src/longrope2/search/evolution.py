@@ -97,7 +97,7 @@ def evolve(
         fresh = {genome.key(): genome for genome in generation(iteration, make)}
         fresh = {key: genome for key, genome in fresh.items() if key not in genomes}
         genomes.update(fresh)
-        # Another order each time: it decides between documents that tell candidates apart equally well.
+        # Another order each time: it decides between documents that separate candidates equally well.
         order = [int(document) for document in ordering.permutation(num_documents)]
         race.run(list(fresh), scores, order, score)
         # However they raced: who leads is scored on every document, and in the end all finalists are.

@@ -85,7 +85,7 @@ class Journal(JournalFile):
         if found.get("format") != FORMAT:
             raise JournalError(
                 f"{path}: the journal of another version of the search (format {found.get('format', 1)}, "
-                f"this one writes {FORMAT}), which cannot go on here",
+                f"this one writes {FORMAT}), which this version cannot continue",
                 hint=f"{self.verb} into another folder, or delete this one",
             )
         super()._check_header(path, found, expected)

@@ -47,7 +47,7 @@ class Reporter:
         return f"{self._length:,} tokens, {part}"
 
     def scored(self, count: int) -> None:
-        """So many candidates were scored on a document."""
+        """Count candidates that were scored on a document."""
         self._scored += count
         share = min(self._scored / self._expected, 0.99)
         done = self._stage * self._per_stage + self._iteration + share
@@ -90,7 +90,7 @@ class Reporter:
         if guessing and not self._guessing:
             warn(
                 f"all candidates are worse than guessing digits: the best has a perplexity of {shown(value)} at "
-                f"{self._length:,} tokens, guessing {self._chance:.3g}. The objective tells little there"
+                f"{self._length:,} tokens, guessing {self._chance:.3g}. The objective says little there"
                 f"{self._advice()}"
             )
         if self._guessing and not guessing:

@@ -1,9 +1,9 @@
 """Racing: stop scoring a candidate as soon as more documents cannot, or will hardly, make it the best.
 
 A candidate is compared with a reference (the best one known, scored on all documents) on the documents both have seen.
-Some documents tell candidates apart far better than others, so those come first, and what a candidate would have on
+Some documents separate candidates far better than others, so those come first, and what a candidate would have on
 the others is estimated in proportion. Documents with the needle at other depths may disagree on who is best, so that
-nobody is judged before a document of every depth. Three modes:
+no candidate is judged before a document of every depth. Three modes:
 
 `off`          every candidate is scored on every document: the paper's schedule.
 `exact`        dropped once its sum alone exceeds what the last parent has on all documents: certain, as NLL ≥ 0.
@@ -25,7 +25,7 @@ Task = tuple[str, int]
 NEIGHBOURS = 16
 """How many candidates of a similar slope are pooled to know how single documents scatter around it."""
 SCOUTS = 3
-"""How many of the first candidates find out which documents tell most."""
+"""How many of the first candidates find out which documents separate best."""
 LEAST_SCALE = 0.1
 """Least scale of a document, relative to the average one: the few candidates seen so far may agree on it by chance."""
 
@@ -96,7 +96,7 @@ class Scores:
 
 @dataclass(frozen=True, kw_only=True)
 class Race:
-    """Decides, document by document, who goes on."""
+    """Decides, document by document, which candidates continue."""
 
     mode: Mode
     num_parents: int
@@ -112,7 +112,7 @@ class Race:
         order: Sequence[int],
         evaluate: Callable[[Sequence[Task]], Sequence[float]],
     ) -> None:
-        """Score candidates until each one is settled; `order` decides where no document is known to tell more."""
+        """Score candidates until each one is settled; `order` decides where no document is known to separate better."""
 
         def score(tasks: Sequence[Task]) -> None:
             missing = [(key, document) for key, document in tasks if document not in scores.table.get(key, {})]
@@ -137,7 +137,7 @@ class Race:
     def _telling_first(
         self, candidates: Sequence[str], scores: Scores, order: Sequence[int], score: Callable[[Sequence[Task]], None]
     ) -> list[int]:
-        """The documents by how well they tell candidates apart.
+        """The documents by how well they separate candidates.
 
         With nothing known yet, a few scouts are scored on all documents to find out, and the best two on the first
         block follow, so that there is a good reference before anyone is stopped.
@@ -169,7 +169,7 @@ class Race:
         return [key for key in possible if self._may_be_best(key, reference, scores, scales, slopes)]
 
     def _entry_limit(self, scores: Scores) -> float:
-        """The total of the last parent among complete candidates: whoever has more already stays out."""
+        """The total of the last parent among complete candidates: a candidate that already has more is out."""
         totals = sorted(scores.total(key) for key in scores.table if scores.is_complete(key))
         return totals[self.num_parents - 1] if len(totals) >= self.num_parents else math.inf
 
@@ -185,7 +185,7 @@ class Race:
         if math.isinf(estimate):
             return False
         margin = 0.0
-        if self.confidence:  # zero times an unknown, infinite spread is no number
+        if self.confidence:  # zero times an unknown, infinite spread is NaN
             row = scores.table[key]
             unseen = [document for document in range(scores.num_documents) if document not in row]
             # The variance of the estimate, in units of spread²: each unseen document scatters around the slope by
@@ -213,7 +213,7 @@ class Race:
     def _spread(slope: float, slopes: Sequence[tuple[float, float, int]]) -> float:
         """How far single documents lie from slope times scale: a standard deviation, pooled over similar candidates.
 
-        A candidate's own few documents would not tell; those as good or bad as it scatter alike.
+        A candidate's own few documents would not show it; those as good or bad as it scatter alike.
         """
         near = sorted(slopes, key=lambda other: abs(other[0] - slope))[:NEIGHBOURS]
         freedom = sum(degrees for _, _, degrees in near)

@@ -88,7 +88,7 @@ def search(
 ) -> Searched:
     """Run or resume a search; writes into `output`, on the main process, unless it is None."""
     check(config, loaded.info.rope)
-    # Within its window the model goes on as it does now, also where it was rescaled before.
+    # Within its window the model stays as it is now, also where it was rescaled before.
     baseline = rescale_model(loaded.info, "none", config.target_length, extend_again=True)
     say_here = say if here.is_main else _quiet
     stages, documents = _prepare(loaded, config, baseline, note=say_here)

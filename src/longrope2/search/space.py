@@ -25,7 +25,7 @@ STRETCHES = (0.005, 0.2)
 TEMPERATURE_SCALE = 10.0
 """What makes a step of ln T as large as one of ln λ: both then predict the objective of SmolLM2 best (LOG.md)."""
 WARMEST = 2.0
-"""The first temperatures lie between 1 and so many times YaRN's distance from 1."""
+"""The first temperatures lie between 1 and this many times YaRN's distance from 1."""
 
 
 @dataclass(frozen=True, kw_only=True)

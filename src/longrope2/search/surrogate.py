@@ -20,7 +20,7 @@ LENGTHS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 NOISES = (1e-6, 1e-4, 1e-3, 1e-2, 1e-1, 0.3)
 """Variances of what the model does not explain to choose from, in those of what it does."""
 MOST = 300
-"""Candidates it is fitted to, the best ones: more would slow it down and tell little of where the best one lies."""
+"""Candidates it is fitted to, the best ones: more would slow it down and say little about where the best one lies."""
 
 
 class Surrogate:

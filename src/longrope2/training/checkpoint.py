@@ -97,7 +97,7 @@ class Checkpoints:
             problem = self._here.gather(_problem(folder, step) if self._here.is_main else None)[0]
             if problem is not None:
                 if self._here.is_main:
-                    warn(f"{folder} is damaged ({problem}) and passed over")
+                    warn(f"{folder} is damaged ({problem}) and skipped")
                 continue
             weights, moments = get_state_dict(model, optimizer)
             state: dict[str, Any] = {"model": weights, "optimizer": moments}
@@ -128,7 +128,7 @@ class Checkpoints:
 
 
 def step_name(step: int) -> str:
-    """The name of the checkpoint after so many steps."""
+    """The name of the checkpoint after this many steps."""
     return f"step-{step:08d}"
 
 

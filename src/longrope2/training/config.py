@@ -18,9 +18,9 @@ class UpdateConfig:
 
     steps: int | None = option(None, "Default: one epoch of the plan.", metavar="N", least=1)
     batch_rows: int | None = option(
-        None, "Rows of a step.", usual=f"{BATCH_ROWS}, or all rows if fewer", metavar="N", least=1
+        None, "Rows per step.", usual=f"{BATCH_ROWS}, or all rows if fewer", metavar="N", least=1
     )
-    learning_rate: float = option(2e-5, "The peak; a cosine brings it to zero.", above=0)
+    learning_rate: float = option(2e-5, "Peak rate; a cosine brings it to zero.", above=0)
     warmup_steps: int | None = option(
         None, f"Default: a tenth of the steps, at most {LARGEST_WARMUP}.", metavar="N", least=0
     )
@@ -49,7 +49,7 @@ class TrainConfig(UpdateConfig):
         None, "Train low-rank additions, merged into the weights at the end.", metavar="RANK", least=1
     )
     freeze: tuple[str, ...] = option(
-        (), "Parameters to keep, e.g. '*mlp*'; may be repeated.", metavar="PATTERN", repeated=True
+        (), "Parameters to leave unchanged, e.g. '*mlp*'; may be repeated.", metavar="PATTERN", repeated=True
     )
     evaluate_every: int = option(0, "Steps between needle tests; 0: none.", metavar="N", least=0, elastic=True)
     evaluate_documents: int = option(6, "Needle documents for each length.", least=1, elastic=True)
@@ -57,11 +57,13 @@ class TrainConfig(UpdateConfig):
         None, "Books around the needles; default: the package's.", metavar="SOURCE", elastic=True
     )
     sequence_parallel: int = option(1, "Processes that share each row.", least=1, elastic=True)
-    recompute: bool | None = option(None, "Save memory, compute layers twice; default: on GPUs.", elastic=True)
+    recompute: bool | None = option(None, "Compute layers twice to save memory; default: on GPUs.", elastic=True)
     compiled: bool = option(
         False, "Fuse operations: faster on a GPU after the first steps.", flag="--compile", elastic=True
     )
-    save_dtype: Literal["bfloat16", "float16", "float32"] = option("bfloat16", "Of the finished model.", elastic=True)
+    save_dtype: Literal["bfloat16", "float16", "float32"] = option(
+        "bfloat16", "Precision of the finished model.", elastic=True
+    )
 
     def problems(self) -> list[str]:
         """Problems with this configuration, one message each."""
@@ -71,7 +73,7 @@ class TrainConfig(UpdateConfig):
         if self.steps is not None and self.warmup_steps is not None and 0 < self.steps < self.warmup_steps:
             found.append(f"warmup_steps must be at most steps ({self.steps}), got {self.warmup_steps}")
         if self.lora is not None and self.freeze:
-            found.append("lora freezes the whole model already; leave freeze out")
+            found.append("lora freezes the whole model already; omit freeze")
         return found
 
     def check(self) -> None:
@@ -125,9 +127,9 @@ class ResolvedConfig(TrainConfig):
 class EstimateConfig:
     """What an estimate is made for, besides the run itself."""
 
-    gpus: int = option(1, "For --estimate.", least=1)
-    gpu: Literal["h200", "h100", "a100"] = option("h200", "For --estimate.")
-    target_length: Length | None = option(None, "For --estimate without a plan.")
+    gpus: int = option(1, "Number of GPUs for --estimate.", least=1)
+    gpu: Literal["h200", "h100", "a100"] = option("h200", "Kind of GPU for --estimate.")
+    target_length: Length | None = option(None, "Length of the rows for --estimate without a plan.")
 
 
 def train_config(**options: Any) -> TrainConfig:

@@ -195,7 +195,7 @@ class Work:
     length: int
     """Tokens of a row."""
     rows: int
-    """Rows of a step."""
+    """Rows per step."""
     attended: int
     """Pairs of query and key in a step, in a layer without a window."""
     steps: int | None

@@ -32,7 +32,7 @@ from longrope2.training.trainable import is_matrix
 
 KINDS = ("short", "long")
 NAMED_ROWS, NAMED_DOCUMENTS = 3, 4
-"""How many an error speaks of before it only counts them."""
+"""How many an error names before it only counts them."""
 
 
 class PlanRows:
@@ -126,7 +126,7 @@ def train_loop(
 ) -> list[StepResult]:
     """Train `model` in place; `rows(i)` is the i-th row of the run, as a batch of one.
 
-    Goes on from the newest checkpoint in `output`. Rows are a pure function of their number, so that resuming needs
+    Resumes from the newest checkpoint in `output`. Rows are a pure function of their number, so that resuming needs
     one integer and any number of processes sees the same data.
 
     A row is of the kind its RoPE says, unless `kind_of` knows better; `name_row` names it in errors. `started` hears

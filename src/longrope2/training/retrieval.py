@@ -20,7 +20,7 @@ DEPTHS = (0.0, 0.5, 1.0)
 
 
 class Retrieval:
-    """Scores needle documents every so many steps, and leaves the training state as it was."""
+    """Scores needle documents every N steps, and leaves the training state as it was."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ def needle_documents(
         except DataError as error:
             if length == factors.target_length:
                 raise
-            note(f"no needles are tried in the original window: {error.message}")
+            note(f"no needle tests in the original window: {error.message}")
     return documents
 
 

@@ -68,7 +68,7 @@ def make_all(
 
 
 def read_samples(path: Path, count: int) -> list[RulerSample]:
-    """The samples of a file in the cache, so many as were made."""
+    """The samples of a file in the cache, as many as were made."""
     hint, samples = "delete the file; it will be made again", []
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -96,7 +96,7 @@ def _written(missing: Sequence[tuple[Request, Path]], workers: int) -> Iterator[
             yield jobs[job]
     except BrokenProcessPool as error:
         raise LongRopeError(
-            "a process that made RULER samples died", hint="memory may be short: use fewer workers"
+            "a process that made RULER samples died", hint="memory may have run out: use fewer workers"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)

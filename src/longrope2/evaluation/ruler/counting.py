@@ -37,11 +37,11 @@ class CommonWordsMaker(Maker):
         self.step = 10
 
     def upper_bound(self, length: int, count_tokens: Callable[[str], int]) -> int:
-        """Twice what a large prompt makes likely: few words are no measure, since the common ones repeat so often."""
+        """Twice the estimate from a large prompt: a small one misleads, since its common words repeat so often."""
         return int(length // (count_tokens(self.trial(PROBE).prompt) / PROBE)) * 2
 
     def possible(self, size: int) -> bool:
-        """Whether some list has so many words."""
+        """Whether some list has this many words."""
         return size <= len(self._words) or size <= len(self._more_words)
 
     def least(self, index: int) -> int:
@@ -121,7 +121,7 @@ def frequent_words(
 
 
 def _too_short(length: int) -> DataError:
-    return DataError(f"no sample fits into {length:,}", hint="ask for a greater length or leave the task out")
+    return DataError(f"no sample fits into {length:,}", hint="ask for a greater length or omit the task")
 
 
 def _coded_words(random: Random, size: int, seed: int) -> list[str]:

@@ -117,7 +117,7 @@ def haystack_text(source: str | Path | None) -> str:
 
 
 def haystack_fingerprint(source: str | Path | None) -> str:
-    """What tells one haystack from another."""
+    """What distinguishes one haystack from another."""
     if source is None:
         return " ".join(book.sha256 for book in package_manifest() if book.held_out)
     return hashlib.sha256(haystack_text(source).encode()).hexdigest()
@@ -154,7 +154,7 @@ def _punkt() -> Any:
     except (LookupError, OSError) as error:
         raise DataError(
             "nltk's data 'punkt_tab', with which RULER finds sentences in a haystack, is not on this machine",
-            hint="python -m nltk.downloader punkt_tab, or leave out the haystack to use the package's books",
+            hint="python -m nltk.downloader punkt_tab, or omit the haystack to use the package's books",
         ) from error
 
 

@@ -57,7 +57,7 @@ class NeedleMaker(Maker):
         return " ".join([*pieces, " ".join(sentences[start:])])
 
     def _lines(self, needles: list[str], size: int) -> str:
-        """Lines of noise, or of needles nobody asks for, with the needles between them."""
+        """Lines of noise, or of needles that no question asks for, with the needles between them."""
         setup = self._setup
         if setup.haystack == "noise":
             lines = [NOISE] * size

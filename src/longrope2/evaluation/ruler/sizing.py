@@ -82,7 +82,7 @@ def fitting(
             else:
                 raise DataError(
                     f"a sample takes at least {tokens:,} tokens (with {new_tokens} for the answer), {length:,} given",
-                    hint="ask for a greater length or leave the task out",
+                    hint="ask for a greater length or omit the task",
                 )
         yield draft, tokens
 
@@ -122,7 +122,7 @@ class TokenCounter:
 
     @property
     def fingerprint(self) -> str:
-        """What tells one tokenizer from another."""
+        """What distinguishes one tokenizer from another."""
         if self.definition is not None:
             return hashlib.sha256(self.definition.encode()).hexdigest()
         vocabulary = sorted(self.tokenizer.get_vocab().items())

@@ -122,7 +122,7 @@ def choice_samples(setup: Setup, length: int) -> list[Sample]:
             break
         answer: Any = row["answer"] if isinstance(row["answer"], str) else next(iter(row["answer"]), None)
         if len(row["options"]) != len(LETTERS) or answer not in row["options"]:
-            raise DataError(f"{path}, sample {index + 1}: {answer!r} is none of its options", hint=SOURCE)
+            raise DataError(f"{path}, sample {index + 1}: {answer!r} is not one of its options", hint=SOURCE)
         options = dict(zip("abcd", row["options"], strict=True))
         template = CHOICE_CHAT_PROMPT if setup.chat else CHOICE_PROMPT
         text = template.format(context=row["context"], question=row["input"], **options)

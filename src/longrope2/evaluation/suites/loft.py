@@ -130,7 +130,7 @@ def find_folder(data: Path | None, task: str) -> Path:
 
 
 def recall(prediction: str, references: Sequence[str], *, top: int, size: int) -> float:
-    """Recall at 1; for more, whether all that could be among the first so many are.
+    """Recall at 1; for more, whether all that could be among the first k are.
 
     An answer with an ID that is not in the corpus counts as none, as in LOFT's own inference.
     """

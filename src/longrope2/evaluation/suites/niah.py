@@ -66,7 +66,7 @@ def _chat(setup: Setup, document: NeedleDocument) -> str:
     prefix = PAPER_TEMPLATE.answer_prefix.replace("{key}", document.key)
     place = text.rfind(prefix)
     if place < 0:
-        raise DataError("the tokenizer does not give back the question of a needle document", hint="leave --chat out")
+        raise DataError("the tokenizer does not reproduce the question of a needle document", hint="omit --chat")
     return chat_frame(setup.tokenizer)(text[:place].rstrip()) + prefix
 
 

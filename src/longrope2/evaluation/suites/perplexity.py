@@ -16,7 +16,7 @@ DOCUMENTS = 10
 
 
 def documents(setup: Setup) -> list[list[int]]:
-    """The first tokens of so many books, in seeded order, as many as the longest length."""
+    """The first tokens of this many books, in seeded order, as many as the longest length."""
     length, wanted = setup.lengths[0], setup.samples or DOCUMENTS
     if setup.lengths[-1] < 2:
         raise DataError("perplexity needs at least 2 tokens: the first is only read", hint="ask for a greater length")

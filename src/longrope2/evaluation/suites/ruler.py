@@ -44,7 +44,7 @@ class Sources:
 
 
 def find_sources(setup: Setup) -> Sources:
-    """The files in --data; what cannot be made for want of one is left out, and said to be."""
+    """The files in --data; tasks that lack a file are omitted, with a note."""
     folder = None if setup.data is None else data_folder(setup.data, NAME, "")
     files = {task: path for task, names in QUESTIONS.items() if (path := _find(folder, names))}
     essays = _find(folder, ESSAYS)

@@ -98,7 +98,7 @@ def _measure(task: str, samples: dict[str, list[dict[str, Any]]]) -> Measured:
     scores = [_number(document.get(metric)) for document in documents]
     if any(not 0 <= score <= 1 for score in scores):
         raise LongRopeError(
-            f"short task {task}: its metric {metric} is no score between 0 and 1", hint="run it with lm_eval itself"
+            f"short task {task}: its metric {metric} is not a score between 0 and 1", hint="run it with lm_eval itself"
         )
     asked = digest([document["prompt_hash"] for document in documents])
     return accuracy(scores, suite=NAME, task=task, length=None, metric=metric, asked=asked)
