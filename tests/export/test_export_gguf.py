@@ -404,7 +404,7 @@ class TestRefusals:
 
     @pytest.mark.parametrize(
         ("name", "format", "hint"),
-        [("o.bin", "gguf", r"say -o .*o\.bin\.gguf"), ("o.gguf", "huggingface", "add --format")],
+        [("o.bin", "gguf", r"use -o .*o\.bin\.gguf"), ("o.gguf", "huggingface", "add --format")],
     )
     def test_names_and_formats_must_agree(self, name, format, hint, tmp_path):
         with pytest.raises(LongRopeError, match=rf"ends in \.gguf, and that of a folder does not\nhint: {hint}"):
