@@ -6,16 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from longrope2.distributed import world
 from longrope2.evaluation.evaluate import BackendName, run_evaluation
 from longrope2.export.config import ExportConfig
 from longrope2.export.export import export
 from longrope2.factors import RescaleFactors
 from longrope2.models import ModelInfo, describe, rescale_model
-from longrope2.models import load as load_model
 from longrope2.options import build
-from longrope2.search.config import check, search_config
-from longrope2.search.run import run_folder, search
+from longrope2.search.config import search_config
+from longrope2.search.run import run_search
 from longrope2.training import train as training
 
 
@@ -46,13 +44,8 @@ def search_factors(
     call resumes a search that was interrupted.
     """
     info = model if isinstance(model, ModelInfo) else describe(model)
-    info.refuse_rescaled(extend_again=extend_again)
     config = search_config(target_length=target_length, **options)
-    check(config, info.rope)
-    with world(group_size=config.tensor_parallel) as here:
-        run_folder(_path(output) if here.is_main else None).check()
-        loaded = load_model(info, device=here.device(), tensor_parallel=config.tensor_parallel)
-        return search(loaded, config, _path(output), here).factors
+    return run_search(info, config, _path(output), extend_again=extend_again).factors
 
 
 def train(

@@ -31,7 +31,7 @@ from longrope2.generation.config import GenerateConfig
 from longrope2.malloc import keep_freed_memory
 from longrope2.methods import ClosedForm
 from longrope2.options import FileName, Length, Stated, build, stated
-from longrope2.search.config import SearchConfig
+from longrope2.search.config import SearchConfig, search_config
 from longrope2.training.config import EstimateConfig, TrainConfig, train_config
 
 UNITS = {"k": 1 << 10, "m": 1 << 20}
@@ -322,16 +322,24 @@ def factors(model: str, output: Path, original_length: int | None, extend_again:
 @original_option
 @again_option
 @json_option
-def search(model: str, output: Path, as_json: bool, **options: Any) -> None:
+def search(
+    model: str, output: Path, original_length: int | None, extend_again: bool, as_json: bool, **options: Any
+) -> None:
     """Search the critical dimension and factors by needle perplexity.
 
     Run the same command again after an interruption to continue. On several GPUs:
     torchrun --nproc-per-node 8 -m longrope2 search …
     """
     with _resumable():
+        from longrope2.console import show_json
+        from longrope2.models import describe
+        from longrope2.search.record import show_search
         from longrope2.search.run import run_search
 
-        run_search(model, output, as_json=as_json, **options)
+        config = search_config(**options)
+        found = run_search(describe(model, original_length=original_length), config, output, extend_again=extend_again)
+        if is_main_process():
+            show_json(found.record.to_json()) if as_json else show_search(output, *found)
 
 
 @cli.command()

@@ -51,24 +51,6 @@ def all_problems(subject: str, problems: Sequence[str]) -> str:
     return f"{subject}: {len(problems)} problems\n" + "\n".join(f"  - {problem}" for problem in problems)
 
 
-def below_minimum(config: object, **least: float) -> list[str]:
-    """The fields of a configuration that are below their limit, in words; None is not judged."""
-    return [
-        f"{name} must be at least {minimum}, got {value}"
-        for name, minimum in least.items()
-        if (value := getattr(config, name)) is not None and value < minimum
-    ]
-
-
-def out_of_range(config: object, **ranges: tuple[float, float]) -> list[str]:
-    """The numbers of a configuration that are outside their limits, or NaN, in words."""
-    return [
-        f"{name} must lie from {low:g} to {high:.10g}, got {value}"
-        for name, (low, high) in ranges.items()
-        if (value := getattr(config, name)) is not None and not low <= value <= high  # which NaN does not
-    ]
-
-
 def chosen(kind: str, names: Iterable[str], known: Iterable[str]) -> list[str]:
     """The names, in order and once each; an unknown one is refused with the nearest that exists."""
     known = list(known)

@@ -1,6 +1,6 @@
 """Options, stated once: a field of a config class holds an option's name, type, default, limits and help.
 
-The command line, the tables of a recipe, the Python functions and the reference derive from these fields. A config
+The command line, the tables of a recipe, its JSON Schema and the Python functions derive from these fields. A config
 class is a frozen dataclass in a module that imports nothing heavy, so that `--help` answers at once.
 """
 
@@ -98,6 +98,11 @@ def stated(kind: type) -> Iterator[Stated]:
             yield from stated(hint)  # type: ignore[arg-type]
         else:
             yield _stated(entry, hint)
+
+
+def in_recipe(kind: type) -> list[Stated]:
+    """The options of a config class that a recipe's table has."""
+    return [entry for entry in stated(kind) if entry.option.recipe]
 
 
 def required(kind: type) -> list[str]:
@@ -207,7 +212,7 @@ def conforms(value: Any, hint: Any) -> bool:
 
 def schema(kind: type) -> dict[str, Any]:
     """The JSON Schema of a recipe's table: what the options of a config class allow, with their help."""
-    entries = [entry for entry in stated(kind) if entry.option.recipe]
+    entries = in_recipe(kind)
     properties = {}
     for entry in entries:
         facts = {"description": entry.option.help + (f" Default: {entry.option.usual}." if entry.option.usual else "")}

@@ -19,12 +19,12 @@ from longrope2.models import TINY
 from longrope2.options import (
     Length,
     conforms,
+    in_recipe,
     in_toml,
     in_words,
     option,
     plain,
     schema,
-    stated,
     unknown,
     wrong_entries,
 )
@@ -96,10 +96,7 @@ TABLES: dict[str, type] = {
 
 def table_keys() -> dict[str, dict[str, Any]]:
     """The keys of each table with their types."""
-    return {
-        table: {entry.name: entry.hint for entry in stated(kind) if entry.option.recipe}
-        for table, kind in TABLES.items()
-    }
+    return {table: {entry.name: entry.hint for entry in in_recipe(kind)} for table, kind in TABLES.items()}
 
 
 def recipe_schema() -> dict[str, Any]:
@@ -236,7 +233,7 @@ def _checked(values: Table, where: str) -> Table:
 
 def _required(key: str) -> list[str]:
     """What a table must have, since there is no default for it."""
-    return [entry.name for entry in stated(TABLES[key]) if entry.option.recipe and entry.default is MISSING]
+    return [entry.name for entry in in_recipe(TABLES[key]) if entry.default is MISSING]
 
 
 def _is_list(key: str) -> bool:

@@ -13,14 +13,15 @@ import torch
 
 from longrope2 import __version__
 from longrope2.books import read_books
-from longrope2.console import ProgressLine, say, show_json, warn
+from longrope2.console import ProgressLine, say, warn
 from longrope2.distributed import World, world
 from longrope2.errors import LongRopeError
 from longrope2.factors import RescaleFactors
 from longrope2.files import package_versions
 from longrope2.methods import METHODS
-from longrope2.models import LoadedModel, describe, load, rescale_model, weights_fingerprint
+from longrope2.models import LoadedModel, ModelInfo, load, rescale_model, weights_fingerprint
 from longrope2.needles import NeedleDocument, PlainDocument, documents_digest, make_needles, make_plain
+from longrope2.options import stated
 from longrope2.perplexity import Score, Scorer, scoring, total
 from longrope2.records import (
     HELD_OUT,
@@ -32,11 +33,11 @@ from longrope2.records import (
     WindowScore,
 )
 from longrope2.runfolder import RunFolder
-from longrope2.search.config import Bounds, SearchConfig, check, search_config
+from longrope2.search.config import Bounds, SearchConfig, check
 from longrope2.search.evolution import Outcome, evolve
 from longrope2.search.journal import Journal
 from longrope2.search.progress import Reporter
-from longrope2.search.record import RECORD, iterations, measurement, show_search, write_search
+from longrope2.search.record import RECORD, iterations, measurement, write_search
 from longrope2.search.space import Genome, SearchSpace
 
 HISTORY = "history.jsonl"
@@ -238,26 +239,14 @@ def _run_stages(
     return outcomes
 
 
-def run_search(
-    model: str,
-    output: Path,
-    *,
-    original_length: int | None,
-    extend_again: bool,
-    as_json: bool,
-    **options: Any,
-) -> None:
-    """`longrope2 search`: load, search, and print what was found."""
-    config = search_config(**options)
-    info = describe(model, original_length=original_length)
+def run_search(info: ModelInfo, config: SearchConfig, output: Path | None, *, extend_again: bool) -> Searched:
+    """Check everything, then load the model and search, into `output` unless it is None."""
     info.refuse_rescaled(extend_again=extend_again)
     check(config, info.rope)  # before an 8B model is loaded for nothing
     with world(group_size=config.tensor_parallel) as here:
         run_folder(output if here.is_main else None).check()
         loaded = load(info, device=here.device(), tensor_parallel=config.tensor_parallel)
-        found = search(loaded, config, output, here)
-        if here.is_main:
-            show_json(found.record.to_json()) if as_json else show_search(output, *found)
+        return search(loaded, config, output, here)
 
 
 def _space(config: SearchConfig, baseline: RescaleFactors, length: int) -> SearchSpace:
@@ -287,6 +276,7 @@ def search_documents(
 
 def _header(loaded: LoadedModel, config: SearchConfig, documents: Sequence[Document]) -> dict[str, Any]:
     """What must agree for a journal's evaluations to be worth anything here."""
+    elastic = {entry.name for entry in stated(SearchConfig) if entry.option.elastic}
     return {
         "version": __version__,
         "model": loaded.info.name,
@@ -295,7 +285,7 @@ def _header(loaded: LoadedModel, config: SearchConfig, documents: Sequence[Docum
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
         "documents": documents_digest(documents),
         "stages": tuple(config.stages(loaded.info.rope)),
-        "config": {name: value for name, value in asdict(config).items() if name != "tensor_parallel"},
+        "config": {name: value for name, value in asdict(config).items() if name not in elastic},
     }
 
 
