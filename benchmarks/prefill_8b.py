@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from longrope2.families import read_config
 from longrope2.methods import rescale
-from longrope2.needles import NeedleDocument
+from longrope2.needles import Needle, NeedleDocument
 from longrope2.perplexity import scoring
 
 ANSWER_TOKENS = 7
@@ -57,10 +57,9 @@ def main() -> None:
         model = LlamaForCausalLM(config).eval()
     torch.set_default_dtype(torch.float32)
     tokens = torch.randint(1000, 100_000, (options.length,))
-    document = NeedleDocument(
-        token_ids=tuple(tokens.tolist()), answer_start=options.length - ANSWER_TOKENS, needle_start=1, key="k",
-        value="1", depth=0.0, book="random", book_start=0,
-    )  # fmt: skip
+    answer = options.length - ANSWER_TOKENS, options.length
+    needle = Needle(key="k", value="1", depth=0.0, start=1, answer=answer)
+    document = NeedleDocument(token_ids=tuple(tokens.tolist()), needles=(needle,), book="random", book_start=0)
     factors = rescale("yarn", read_config(config.to_dict()).rope, options.length)
 
     measured = {}

@@ -4,8 +4,9 @@
         --lengths 16k,32k --variants paper,wide --seeds 0,1,2
 
 Every search writes into --runs and resumes there. What it found is then scored, beside every closed form and any
---factors, on documents from other books: at the start, as in the paper, and at ten depths that no search uses. Those
-documents are the same for all, so that methods and seeds can be compared document by document.
+--factors, on documents from other books: with a needle at the start, as in the paper; at ten depths that no search
+uses; and with eight needles each. Those documents are the same for all, so that methods and seeds can be compared
+document by document.
 """
 
 import json
@@ -24,23 +25,28 @@ from longrope2.methods import rescale
 from longrope2.models import LoadedModel, load
 from longrope2.needles import make_needles
 from longrope2.perplexity import scoring
+from longrope2.records import SearchRecord
 from longrope2.search.config import search_config
-from longrope2.search.record import RECORD, measurement
+from longrope2.search.record import FACTORS, RECORD, measurement
 from longrope2.search.run import CLOSED_FORMS, search
 
+SEVERAL = {"keys": 8, "depth": tuple(eighth / 8 for eighth in range(8)), "documents": 6}
 VARIANTS: dict[str, dict[str, Any]] = {
     "paper": {},
     "paper-released": {"attention_factor": "released"},
     "paper-searched": {"attention_factor": "searched"},
     "paper-staged": {"staged": True},
     "paper-depths": {"depth": (0.0, 0.5, 0.25, 0.75)},
+    "paper-keys": SEVERAL,
     "wide": {"space": "wide"},
+    "wide-keys": {"space": "wide", **SEVERAL},
     "wide-start": {"space": "wide", "depth": 0.0},
     "wide-direct": {"space": "wide", "staged": False},
 }
 """What differs from the paper's space, one thing at a time, and from the wide one."""
 TEST_SEED = 2026
 DEPTHS = tuple((2 * tenth + 1) / 20 for tenth in range(10))
+KEYS = 8
 
 
 class Test:
@@ -49,21 +55,21 @@ class Test:
     def __init__(self, loaded: LoadedModel, length: int, books: str, count: int) -> None:
         self.loaded, self.length = loaded, length
         shelf = list(read_books(books))
+        options: dict[str, Any] = {"length": length, "count": count, "seed": TEST_SEED, "from_start": True}
         self.documents = {
-            part: make_needles(
-                loaded.tokenizer, shelf, length=length, count=count, seed=TEST_SEED, depth=depth, from_start=True
-            )
-            for part, depth in (("start", 0.0), ("depths", DEPTHS))
+            part: make_needles(loaded.tokenizer, shelf, depth=depth, keys=keys, **options)
+            for part, depth, keys in (("start", 0.0, 1), ("depths", DEPTHS, 1), ("keys", DEPTHS, KEYS))
         }
 
     def score(self, factors: RescaleFactors) -> dict[str, Any]:
-        """Perplexity, interval and exact answers on both sets, and each document's loss."""
+        """Perplexity, interval and exact answers on each set, and each document's loss."""
         found: dict[str, Any] = {}
         with scoring(self.loaded.model, factors) as scorer:
             for part, documents in self.documents.items():
                 scores = [scorer(factors, [document])[0] for document in documents]
                 nll = [round(score.nll / score.num_tokens, 5) for score in scores]
-                found[part] = {**vars(measurement(scores)), "nll": nll}
+                answers = sum(len(document.needles) for document in documents)
+                found[part] = {**vars(measurement(scores, answers)), "nll": nll}
         return found
 
 
@@ -88,7 +94,10 @@ def main() -> None:
         for seed in map(int, options.seeds.split(",")):
             for variant in options.variants.split(","):
                 folder = options.runs / f"{variant}-{text}-{seed}"
-                if options.done and not (folder / RECORD).exists():
+                if options.done:
+                    if (folder / RECORD).exists():
+                        found_there = SearchRecord.load(folder / RECORD).to_json()
+                        rows.append((variant, seed, RescaleFactors.load(folder / FACTORS), found_there))
                     continue
                 config = search_config(
                     target_length=length, books=options.books, seed=seed, **{**VARIANTS[variant], **options.schedule}
@@ -113,12 +122,13 @@ def main() -> None:
                 {"length": length, "versions": package_versions("torch", "transformers"), "rows": found},
             )
             if test is not None:
-                start, depths = (found[-1][part] for part in ("start", "depths"))
+                shown = [
+                    f"{part} {found[-1][part]['perplexity']:.3f} ({found[-1][part]['exact']} exact)"
+                    for part in test.documents
+                ]
                 print(
                     f"{name:>14} {'-' if seed is None else seed} d_rcd {factors.critical_dimension} "
-                    f"T {factors.long_attention_factor:.3f}: start {start['perplexity']:.3f} "
-                    f"({start['exact']}/{start['documents']}), depths {depths['perplexity']:.3f} "
-                    f"({depths['exact']}/{depths['documents']})",
+                    f"T {factors.long_attention_factor:.3f}: {', '.join(shown)} of {options.test} documents",
                     flush=True,
                 )
 

@@ -89,11 +89,11 @@ def measure(
             distance = divergence(exact, found)
             for row, document in enumerate(batch):
                 # Position p predicts token p + 1; the last one predicts nothing that is asked for.
-                start = document.answer_start - 1 - window
+                start = document.needle.answer[0] - 1 - window
                 assert start >= 0, "the answer must lie wholly behind the switch"
                 guesses, exact_guesses = (logits[row, start:-1].argmax(dim=-1) for logits in (found, exact))
                 same[way] += torch.equal(guesses, exact_guesses)
-                right[way] += torch.equal(guesses, tokens[row, document.answer_start :])
+                right[way] += torch.equal(guesses, tokens[row, document.needle.answer[0] :])
                 kl[way].append(distance[row, :-1].mean().item())
                 answer_kl[way].append(distance[row, start:-1].mean().item())
     count = len(documents)

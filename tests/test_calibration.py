@@ -56,8 +56,8 @@ def test_both_sides_equal_plain_forwards(result, tiny, factors):
             for document in documents:
                 tokens = torch.tensor([document.token_ids])
                 with rescaled(tiny.model, factors, long_rows=side == "long"), torch.no_grad():
-                    logits = tiny.model(tokens, use_cache=False).logits[0, document.answer_start - 1 : -1]
-                answer = tokens[0, document.answer_start :]
+                    logits = tiny.model(tokens, use_cache=False).logits[0, document.needle.answer[0] - 1 : -1]
+                answer = tokens[0, document.needle.answer[0] :]
                 found.append(torch.nn.functional.cross_entropy(logits.double(), answer).item())
                 exact = bool((logits.argmax(-1) == answer).all())
                 assert getattr(point, side).by_document[len(found) - 1].exact is exact
@@ -177,7 +177,7 @@ class TestTheCommand:
         [
             ({"lengths": (2048,)}, r"lengths \[2048\] are beyond the target length 1024"),
             ({"documents": 1}, r"documents must lie from 2 to 4096, got 1\n[^\0]*hint: see"),
-            ({"documents": 4}, r"documents must be at least as many as depths \(5\), got 4"),
+            ({"documents": 4}, r"documents must have at least as many needles as there are depths \(5\), got 4"),
             ({"depths": (0.0, 1.5)}, "depth must lie between 0 and 1, got 1.5"),
             ({"depths": ()}, "depth must name one place or more, got none"),
             ({"store": True}, "--store writes into the config.json of a folder that has its own factors"),

@@ -2,6 +2,7 @@ import re
 import subprocess
 import sys
 from functools import cache, partial
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -135,25 +136,30 @@ def check(
     """Check everything a document promises, from its ids alone; returns its text."""
     ids = document.token_ids
     assert len(ids) == length
-    # The answer: whole, alone under the mask, and at the end.
-    assert read(tokenizer, ids[document.answer_start :]).strip() == document.value
-    assert np.array(ids)[document.answer_mask].tolist() == list(ids[document.answer_start :])
-    assert document.prompt_ids + ids[document.answer_start :] == ids
-    prompt = read(tokenizer, document.prompt_ids).rstrip()
-    question = f"{template.question} {template.answer_prefix}".replace("{key}", document.key)
-    assert prompt.endswith(question.rstrip())
+    # The answers: whole, each after its question, one after another up to the end.
+    asked = document.prompt_ids
+    for needle, following in zip_longest(document.needles, document.needles[1:]):
+        start, end = needle.answer
+        assert read(tokenizer, ids[start:end]).strip() == needle.value
+        question = f"{template.question} {template.answer_prefix}".replace("{key}", needle.key)
+        assert read(tokenizer, asked).rstrip().endswith(question.rstrip())
+        asked = ids[end : following.answer[0]] if following else ids[end:]
+    assert not asked
+    assert document.answer_tokens == sum(needle.answer[1] - needle.answer[0] for needle in document.needles)
     # The start: as the tokenizer starts any text.
     own_rule = tokenizer("x").input_ids[0] == tokenizer.bos_token_id
     assert (ids[0] == tokenizer.bos_token_id) == own_rule
     assert ids.count(tokenizer.bos_token_id) == own_rule
     text = read(tokenizer, ids).removeprefix("<s>").lstrip()
     assert text.startswith(template.instruction)
-    # The needle: where the document says, and nothing else like it.
-    needle = template.needle.replace("{key}", document.key).replace("{value}", document.value)
-    assert read(tokenizer, ids[document.needle_start :]).lstrip().startswith(needle)
-    assert text.count(document.value) == 2
-    assert text.count(document.key) == needle.count(document.key) + question.count(document.key)
-    assert 0.0 <= document.depth <= 1.0
+    # The needles: where the document says, and nothing else like them.
+    for needle in document.needles:
+        sentence = template.needle.replace("{key}", needle.key).replace("{value}", needle.value)
+        question = f"{template.question} {template.answer_prefix}".replace("{key}", needle.key)
+        assert read(tokenizer, ids[needle.start :]).lstrip().startswith(sentence)
+        assert text.count(needle.value) == 2
+        assert text.count(needle.key) == sentence.count(needle.key) + question.count(needle.key)
+        assert 0.0 <= needle.depth <= 1.0
     return text
 
 
@@ -166,7 +172,7 @@ def test_documents_hold_what_they_promise(kind: str, bos: bool) -> None:
         strict=True,
     ):
         check(tokenizer(kind, bos), document, 1500)
-        assert document.depth == pytest.approx(depth, abs=0.02 if 0 < depth < 1 else 0)
+        assert document.needle.depth == pytest.approx(depth, abs=0.02 if 0 < depth < 1 else 0)
 
 
 @settings(max_examples=80)
@@ -181,7 +187,7 @@ def test_any_length_depth_and_seed(kind: str, bos: bool, length: int, depth: Any
     document = make_needles(tokenizer(kind, bos), books(), length=length, count=1, seed=seed, depth=depth)[0]
     check(tokenizer(kind, bos), document, length)
     if depth != "uniform":
-        assert abs(document.depth - depth) <= 17 / (length - 400)
+        assert abs(document.needle.depth - depth) <= 17 / (length - 400)
 
 
 @settings(max_examples=25)
@@ -189,7 +195,7 @@ def test_any_length_depth_and_seed(kind: str, bos: bool, length: int, depth: Any
 def test_depth_within_one_percent(depth: float, seed: int, kind: str) -> None:
     for length in (4096, 6000):
         document = make_needles(tokenizer(kind), books(3, 60_000), length=length, count=1, seed=seed, depth=depth)[0]
-        assert abs(document.depth - depth) <= 0.01
+        assert abs(document.needle.depth - depth) <= 0.01
 
 
 @pytest.mark.parametrize("kind", BYTE_LEVEL)
@@ -198,10 +204,11 @@ def test_text_is_the_papers_layout(kind: str, depth: float) -> None:
     """What is left without the fixed sentences is one piece of the book, read from a word's start."""
     for document in make_needles(tokenizer(kind), books(), length=1200, count=5, seed=3, depth=depth):
         text = check(tokenizer(kind), document, 1200)
-        needle = f"One of the special magic numbers for {document.key} is: {document.value}."
+        key, value = document.needle.key, document.needle.value
+        needle = f"One of the special magic numbers for {key} is: {value}."
         question = (
-            f"\nWhat is the special magic number for {document.key} mentioned in the provided text? "
-            f"The special magic number for {document.key} mentioned in the provided text is {document.value}"
+            f"\nWhat is the special magic number for {key} mentioned in the provided text? "
+            f"The special magic number for {key} mentioned in the provided text is {value}"
         )
         assert text.startswith(PAPER_TEMPLATE.instruction + "\n")
         assert text.endswith(question)
@@ -219,14 +226,14 @@ def test_needle_goes_between_sentences() -> None:
     for document in make_needles(
         tokenizer("split-digits"), books(3, 60_000), length=6000, count=3, seed=5, depth=[0.2, 0.5, 0.8]
     ):
-        before = read(tokenizer("split-digits"), document.token_ids[: document.needle_start])
+        before = read(tokenizer("split-digits"), document.token_ids[: document.needle.start])
         assert re.search(r"[.!?][\"'”’)]*\s*$", before)
 
 
 def test_needle_goes_between_words_where_no_sentence_ends() -> None:
     book = one_book("word after word " * 2000)
     document = make_needles(tokenizer("unigram"), [book], length=900, count=1, seed=0, depth=0.5)[0]
-    before = read(tokenizer("unigram"), document.token_ids[: document.needle_start])
+    before = read(tokenizer("unigram"), document.token_ids[: document.needle.start])
     assert before.endswith((" word", " after"))
 
 
@@ -244,10 +251,10 @@ def test_answer_is_never_cut_and_alone_is_scored() -> None:
     """The released code cut the last tokens off and scored every other one."""
     for length in range(500, 520):
         document = make_needles(tokenizer("digit-runs", True), books(), length=length, count=1, seed=0)[0]
-        answer = np.array(document.token_ids)[document.answer_mask]
-        assert read(tokenizer("digit-runs", True), answer).strip() == document.value
+        answer = document.token_ids[slice(*document.needle.answer)]
+        assert read(tokenizer("digit-runs", True), answer).strip() == document.needle.value
         assert len(document.token_ids) == length
-        assert 0 < document.answer_mask.sum() <= len(document.value)
+        assert 0 < document.answer_tokens == len(answer) <= len(document.needle.value)
 
 
 def test_bos_stands_once_even_if_the_book_speaks_of_it() -> None:
@@ -260,17 +267,42 @@ def test_bos_stands_once_even_if_the_book_speaks_of_it() -> None:
         assert fast("<s>", add_special_tokens=False).input_ids == [fast.bos_token_id]
 
 
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("depth", [(0.0, 0.5, 0.25, 0.75), 0.0, (0.3, 1.0), "uniform"])
+def test_several_needles_in_a_document(kind: str, depth: Any) -> None:
+    documents = make_needles(tokenizer(kind, True), books(), length=1800, count=3, seed=5, depth=depth, keys=4)
+    for document in documents:
+        check(tokenizer(kind, True), document, 1800)
+        assert len(document.needles) == 4
+        if not isinstance(depth, str):
+            wanted = (depth,) * 4 if depth == 0.0 else tuple(depth) * (4 // len(depth))
+            found = sorted(needle.depth for needle in document.needles)
+            assert found == pytest.approx(sorted(wanted), abs=0.02)
+    hidden = [needle for document in documents for needle in document.needles]
+    assert len({needle.key for needle in hidden}) == len({needle.value for needle in hidden}) == 12
+
+
+def test_needles_take_depths_in_turn_and_are_asked_for_in_any_order() -> None:
+    depths = (0.0, 0.2, 0.4, 0.6, 0.8)
+    made = make_needles(tokenizer("split-digits"), books(), length=3000, count=5, seed=0, depth=depths, keys=2)
+    for index, document in enumerate(made):
+        wanted = [depths[2 * index % 5], depths[(2 * index + 1) % 5]]
+        assert sorted(needle.depth for needle in document.needles) == pytest.approx(sorted(wanted), abs=0.02)
+    asked_first = [document.needles[0].start < document.needles[1].start for document in made]
+    assert len(set(asked_first)) == 2
+
+
 def test_ten_documents_are_ten_books_keys_and_values() -> None:
     documents = make_needles(tokenizer("split-digits"), books(10), length=800, count=10, seed=0)
     assert len({document.book for document in documents}) == 10
-    assert len({document.key for document in documents}) == 10
-    assert len({document.value for document in documents}) == 10
+    assert len({document.needle.key for document in documents}) == 10
+    assert len({document.needle.value for document in documents}) == 10
     assert len({document.book_start for document in documents}) > 5
 
 
 def test_question_is_there_and_names_the_key() -> None:
     for document in make_needles(tokenizer("metaspace-bpe"), books(), length=800, count=3, seed=0):
-        question = f"What is the special magic number for {document.key} mentioned in the provided text?"
+        question = f"What is the special magic number for {document.needle.key} mentioned in the provided text?"
         assert question in read(tokenizer("metaspace-bpe"), document.prompt_ids)
 
 
@@ -284,7 +316,7 @@ def test_answer_tokens_are_those_of_the_whole_text(kind: str) -> None:
         tail = read(fast, document.token_ids[-60:])
         tail = tail[tail.index("The special magic number") :]
         own = fast("And so. " + tail, add_special_tokens=False).input_ids
-        answer = list(document.token_ids[document.answer_start :])
+        answer = list(document.token_ids[document.needle.answer[0] :])
         assert own[-len(answer) :] == answer
 
 
@@ -292,7 +324,7 @@ def test_answer_splits_as_the_tokenizer_writes_digits() -> None:
     def pieces(kind: str) -> list[list[str]]:
         documents = make_needles(tokenizer(kind), books(), length=800, count=8, seed=2)
         return [
-            [read(tokenizer(kind), [number]) for number in document.token_ids[document.answer_start :]]
+            [read(tokenizer(kind), [number]) for number in document.token_ids[document.needle.answer[0] :]]
             for document in documents
         ]
 
@@ -311,9 +343,9 @@ def test_no_token_spans_prefix_and_answer() -> None:
     assert len(greedy("is 6716097", add_special_tokens=False).input_ids) == 8
     for document in make_needles(greedy, books(), length=1500, count=5, seed=0):
         text = check(greedy, document, 1500)
-        assert text.endswith(f"is {document.value}")
-        answer = document.token_ids[document.answer_start :]
-        assert "".join(read(greedy, [number]) for number in answer) == document.value
+        assert text.endswith(f"is {document.needle.value}")
+        answer = document.token_ids[document.needle.answer[0] :]
+        assert "".join(read(greedy, [number]) for number in answer) == document.needle.value
 
 
 def test_tokens_may_span_words() -> None:
@@ -327,7 +359,7 @@ def test_prefix_that_brings_its_own_space() -> None:
     template = NeedleTemplate(answer_prefix="{key} is ")
     greedy = spelled([("s", " "), *((" ", str(digit)) for digit in range(1, 10))])
     for document in make_needles(greedy, books(), length=1500, count=3, seed=0, template=template):
-        assert check(greedy, document, 1500, template).endswith(f"{document.key} is {document.value}")
+        assert check(greedy, document, 1500, template).endswith(f"{document.needle.key} is {document.needle.value}")
 
 
 def test_answer_that_cannot_be_written_is_refused() -> None:
@@ -352,7 +384,7 @@ def test_same_seed_same_documents() -> None:
         return make_needles(tokenizer("unigram"), books(), length=900, count=4, seed=seed, depth="uniform")
 
     assert make(7) == make(7)
-    assert {document.key for document in make(7)} != {document.key for document in make(8)}
+    assert {document.needle.key for document in make(7)} != {document.needle.key for document in make(8)}
 
 
 @pytest.mark.parametrize("shelf", [3, 10])
@@ -370,7 +402,7 @@ def test_documents_do_not_depend_on_how_many_are_asked_for(shelf: int) -> None:
 def test_depths_are_taken_in_turn_or_drawn() -> None:
     def depths(depth: Any) -> list[float]:
         documents = make_needles(tokenizer("digit-runs"), books(), length=2000, count=8, seed=0, depth=depth)
-        return [document.depth for document in documents]
+        return [document.needle.depth for document in documents]
 
     assert depths([0.0, 1.0]) == [0.0, 1.0] * 4
     assert depths(0) == [0.0] * 8
@@ -461,7 +493,7 @@ def test_key_or_value_in_the_book_is_drawn_again(monkeypatch: pytest.MonkeyPatch
     left = iter(draws)
     monkeypatch.setattr(needles, "key_value", lambda rng, digits: next(left))
     document = make_needles(tokenizer("split-digits"), [book], length=900, count=1, seed=0)[0]
-    assert (document.key, document.value) == draws[-1]
+    assert (document.needle.key, document.needle.value) == draws[-1]
 
 
 def test_book_full_of_numbers_has_no_place_for_one_digit() -> None:
@@ -474,7 +506,7 @@ def test_book_full_of_numbers_has_no_place_for_one_digit() -> None:
 def test_short_values_where_the_book_has_no_numbers() -> None:
     book = one_book("All of it in words alone. " * 2000)
     documents = make_needles(tokenizer("space-with-digits"), [book], length=900, count=9, seed=0, value_digits=1)
-    assert sorted(document.value for document in documents) == list("123456789")
+    assert sorted(document.needle.value for document in documents) == list("123456789")
     for document in documents:
         check(tokenizer("space-with-digits"), document, 900)
 
@@ -623,7 +655,7 @@ def test_from_the_start_a_book_begins_at_its_beginning_when_it_first_serves():
     elsewhere = make_needles(fast, books(3), length=900, count=3, seed=0, depth=0.5)
     assert any(document.book_start > 0 for document in elsewhere)
     # Keys and values are those of the same seed.
-    assert [document.value for document in elsewhere] == [document.value for document in documents[:3]]
+    assert [document.needle.value for document in elsewhere] == [document.needle.value for document in documents[:3]]
 
 
 @pytest.mark.parametrize("kind", ["split-digits", "metaspace-bpe", "unigram"])

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from conftest import FAMILY_OPTIONS, family_model
 from longrope2 import perplexity
-from longrope2.needles import NeedleDocument
+from longrope2.needles import Needle, NeedleDocument
 from longrope2.perplexity import Score, scoring, total
 from longrope2.rotary import rescaled
 from test_rotary import make_factors
@@ -18,18 +18,25 @@ from test_rotary import make_factors
 def document(length: int, answer_tokens: int, seed: int) -> NeedleDocument:
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(3, 97, (length,), generator=generator).tolist()
-    return NeedleDocument(
-        token_ids=tuple(tokens), answer_start=length - answer_tokens, needle_start=1, key="k", value="1",
-        depth=0.0, book="b", book_start=0,
-    )  # fmt: skip
+    return asking(tokens, (length - answer_tokens, length))
+
+
+def asking(tokens: list[int], *answers: tuple[int, int]) -> NeedleDocument:
+    needles = tuple(Needle(key="k", value="1", depth=0.0, start=1, answer=answer) for answer in answers)
+    return NeedleDocument(token_ids=tuple(tokens), needles=needles, book="b", book_start=0)
 
 
 def expected_nll(model, factors, document, start):
     """By full logits of the eager model under our RoPE."""
+    tokens = torch.tensor(document.token_ids)
+    logits = expected_logits(model, factors, document)
+    return F.cross_entropy(logits[start - 1 : -1], tokens[start:], reduction="sum").item()
+
+
+def expected_logits(model, factors, document):
     tokens = torch.tensor([document.token_ids])
     with torch.no_grad(), rescaled(model, factors, long_rows=tokens.shape[1] > factors.original_length):
-        logits = model(tokens, use_cache=False).logits[0]
-    return F.cross_entropy(logits[start - 1 : -1], tokens[0, start:], reduction="sum").item()
+        return model(tokens, use_cache=False).logits[0]
 
 
 @pytest.mark.parametrize("family", sorted(FAMILY_OPTIONS))
@@ -39,7 +46,7 @@ def test_needle_and_plain_scores_are_those_of_full_logits(family, monkeypatch):
     model = family_model(family)
     factors = make_factors(model, long_attention_factor=1.1)
     documents = [document(72, 5, seed=0), document(72, 7, seed=1)]  # longer than the model is wide
-    expected = [expected_nll(model, factors, d, d.answer_start) for d in documents]
+    expected = [expected_nll(model, factors, d, d.needle.answer[0]) for d in documents]
     expected_plain = [expected_nll(model, factors, d, 1) for d in documents]
     with scoring(model, factors) as score:
         together = score(factors, documents)
@@ -74,18 +81,34 @@ def test_exact_means_every_first_choice_right():
     with torch.no_grad(), rescaled(model, factors):
         for position in range(37, 40):  # continue greedily: the model's own choices
             tokens[position] = model(torch.tensor([tokens[:position]])).logits[0, -1].argmax().item()
-    right = NeedleDocument(
-        token_ids=tuple(tokens), answer_start=37, needle_start=1, key="k", value="1", depth=0.0, book="b",
-        book_start=0,
-    )  # fmt: skip
     with scoring(model, factors) as score:
-        assert score(factors, [right])[0].exact
-        assert not score(factors, [document(40, 3, 5)])[0].exact
+        assert score(factors, [asking(tokens, (37, 40))])[0].exact == 1
+        assert score(factors, [document(40, 3, 5)])[0].exact == 0
+
+
+def test_each_of_several_answers_counts_by_itself():
+    model = family_model("llama")
+    factors = make_factors(model)
+    tokens = list(document(60, 3, 0).token_ids)
+    with torch.no_grad(), rescaled(model, factors):
+        for position in (40, 41, 58, 59):
+            tokens[position] = model(torch.tensor([tokens[:position]])).logits[0, -1].argmax().item()
+    spans = ((40, 42), (50, 52), (58, 60))  # the first and the last are the model's own choices
+    whole = asking(tokens, *spans)
+    logits = expected_logits(model, factors, whole)
+    expected = sum(
+        F.cross_entropy(logits[start - 1 : end - 1], torch.tensor(tokens[start:end]), reduction="sum").item()
+        for start, end in spans
+    )
+    with scoring(model, factors) as score:
+        found = score(factors, [whole])[0]
+    assert (found.num_tokens, found.exact) == (6, 2)
+    assert found.nll == pytest.approx(expected, abs=2e-4)
 
 
 def test_scores_add_up_by_token():
     scores = [Score(2.0, 4, True), Score(6.0, 4, False)]
-    assert total(scores) == Score(8.0, 8, False)
+    assert total(scores) == Score(8.0, 8, 1)
     assert total(scores).perplexity == pytest.approx(math.e)
     assert Score(1e9, 1, False).perplexity == math.inf
 

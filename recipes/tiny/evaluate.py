@@ -121,7 +121,7 @@ class Evaluator:
         for i in range(0, len(documents), rows):
             batch = documents[i : i + rows]
             ids = torch.tensor([document.token_ids for document in batch], device=self.model.device)
-            answer_length = ids.shape[1] - batch[0].answer_start
+            answer_length = ids.shape[1] - batch[0].needle.answer[0]
             answers = ids[:, -answer_length:]
             hidden = self.model.model(ids, use_cache=False).last_hidden_state[:, -answer_length - 1 : -1]
             logits = self.model.lm_head(hidden).float()

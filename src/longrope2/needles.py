@@ -30,8 +30,8 @@ _NOUNS = """
     tunnel turnip velvet violin walnut willow"""
 ADJECTIVES = tuple(_ADJECTIVES.split())
 NOUNS = tuple(_NOUNS.split())
-MOST_DOCUMENTS = len(ADJECTIVES) * len(NOUNS)
-"""Each document of a set has its own key."""
+MOST_NEEDLES = len(ADJECTIVES) * len(NOUNS)
+"""Each needle of a set has its own key."""
 ATTEMPTS = 12
 # After this many failed draws a document leaves its own book for the next one.
 ATTEMPTS_IN_OWN_BOOK = 4
@@ -92,35 +92,47 @@ PAPER_TEMPLATE = NeedleTemplate()
 
 
 @dataclass(frozen=True, kw_only=True)
-class NeedleDocument:
-    """One document: instruction, book with the needle in it, question, answer prefix, answer."""
+class Needle:
+    """What is hidden in a document, and where its answer stands."""
 
-    token_ids: tuple[int, ...]
-    """The whole document, answer included; it opens as the tokenizer opens a text (one BOS or none)."""
-    answer_start: int
-    """The answer is `token_ids[answer_start:]`, always up to the end."""
-    needle_start: int
-    """Index of the first token of the needle sentence."""
     key: str
     value: str
     depth: float
-    """Where the needle really stands: 0 before the first token of the book text, 1 after its last."""
+    """Where it really stands: 0 before the first token of the book text, 1 after its last."""
+    start: int
+    """Index of the first token of its sentence."""
+    answer: tuple[int, int]
+    """The tokens of its answer: the first one, and the one after the last."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeedleDocument:
+    """One document: instruction, book with needles in it, then for each a question, answer prefix and answer."""
+
+    token_ids: tuple[int, ...]
+    """The whole document, answers included; it opens as the tokenizer opens a text (one BOS or none)."""
+    needles: tuple[Needle, ...]
+    """In the order in which they are asked for; the last answer ends the document."""
     book: str
     """Title of the book."""
     book_start: int
     """Index of the first character used of the book."""
 
     @property
-    def prompt_ids(self) -> tuple[int, ...]:
-        """Everything before the answer."""
-        return self.token_ids[: self.answer_start]
+    def needle(self) -> Needle:
+        """The only one."""
+        (needle,) = self.needles
+        return needle
 
     @property
-    def answer_mask(self) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
-        """True for the tokens of the answer, one entry per token."""
-        import numpy as np
+    def prompt_ids(self) -> tuple[int, ...]:
+        """Everything before the first answer."""
+        return self.token_ids[: self.needles[0].answer[0]]
 
-        return np.arange(len(self.token_ids)) >= self.answer_start
+    @property
+    def answer_tokens(self) -> int:
+        """How many tokens all answers have together."""
+        return sum(end - start for start, end in (needle.answer for needle in self.needles))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,16 +165,18 @@ def make_needles(
     note: Callable[[str], None] | None = None,
     around: int = 0,
     from_start: bool = False,
+    keys: int = 1,
 ) -> list[NeedleDocument]:
-    """Make `count` documents of exactly `length` tokens, each with its own key, value and place in a book.
+    """Make `count` documents of exactly `length` tokens, each with its own place in a book, keys and values.
 
-    Document k is the same however many are asked for. Several depths are taken in turn; "uniform" draws one
-    per document. With fewer long books than documents, books serve again from another start. With `from_start` a book
-    is read from its beginning when it first serves, as in the paper; otherwise from anywhere. A message about the
-    length counts the `around` tokens that the caller puts around a document.
+    Each hides `keys` needles and asks for all of them at its end, one after another in random order. Document k is the
+    same however many are asked for. Several depths are taken in turn, needle by needle; "uniform" draws one for each.
+    With fewer long books than documents, books serve again from another start. With `from_start` a book is read from
+    its beginning when it first serves, as in the paper; otherwise from anywhere. A message about the length counts the
+    `around` tokens that the caller puts around a document.
     """
     depths = (depth,) if isinstance(depth, int | float) else depth
-    _check_arguments(count, seed, depths, value_digits)
+    _check_arguments(count, seed, depths, value_digits, keys)
     note = note or (lambda message: None)
     codec = Codec(tokenizer)
     shelf = _Shelf(codec, books, length=length, seed=seed, note=note)
@@ -179,7 +193,10 @@ def make_needles(
     for index in range(count):
         # The middle number keeps these streams apart from the one that shuffles the books.
         rng = _generator(seed, 1, index)
-        wanted = float(rng.uniform()) if depths == "uniform" else depths[index % len(depths)]
+        if isinstance(depths, str):
+            wanted = [float(rng.uniform()) for _ in range(keys)]
+        else:
+            wanted = [depths[(index * keys + number) % len(depths)] for number in range(keys)]
         documents.append(maker.make(documents, wanted, rng))
     shelf.note_reuse(count, note)
     return documents
@@ -198,7 +215,7 @@ def make_plain(
 
     A book is read from its beginning when it first serves. Document k is the same however many are asked for.
     """
-    _check_arguments(count, seed, (0.0,), value_digits=7)
+    _check_arguments(count, seed, (0.0,), value_digits=7, keys=1)
     note = note or (lambda message: None)
     codec = Codec(tokenizer)
     shelf = _Shelf(codec, books, length=length, seed=seed, note=note)
@@ -221,22 +238,31 @@ def documents_digest(documents: "Iterable[NeedleDocument | PlainDocument]") -> s
 
 def check_length(tokenizer: "PreTrainedTokenizerBase", length: int, *, around: int = 0) -> None:
     """Raise the error of `make_needles` about too small a length, as far as a sample shows; reads no book."""
-    largest = _largest_frame(Codec(tokenizer), PAPER_TEMPLATE, value_digits=7)
+    largest = _largest_size(Codec(tokenizer), PAPER_TEMPLATE, value_digits=7, keys=1)
     if length <= largest:
         raise _too_short(length, largest, around)
 
 
-def depth_problems(depths: Sequence[float], **counts: int) -> list[str]:
-    """What is wrong with depths that documents take in turn, in words; `counts`: how many documents take them.
+def most_keys(tokenizer: "PreTrainedTokenizerBase", length: int) -> int:
+    """How many needles a document of this length may have: their sentences take at most half of it; at least one."""
+    codec = Codec(tokenizer)
+    head = len(_head(codec, PAPER_TEMPLATE))
+    each = _largest_size(codec, PAPER_TEMPLATE, value_digits=7, keys=1) - head
+    return max((length // 2 - head) // each, 1)
 
-    With fewer documents than depths, some depths would silently never be tried.
+
+def depth_problems(depths: Sequence[float], *, keys: int = 1, **documents: int) -> list[str]:
+    """Problems with depths that the needles of `documents`, `keys` in each, take in turn, one message each.
+
+    With fewer needles than depths, some depths would silently never be tried.
     """
     found = [f"depth must lie between 0 and 1, got {depth}" for depth in depths if not 0 <= depth <= 1]
     if not depths:
         found.append("depth must name one place or more, got none")
-    few = {name: count for name, count in counts.items() if 0 < count < len(depths)}
+    few = {name: count for name, count in documents.items() if 0 < count * keys < len(depths)}
     return found + [
-        f"{name} must be at least as many as depths ({len(depths)}), got {count}" for name, count in few.items()
+        f"{name} must have at least as many needles as there are depths ({len(depths)}), got {count * keys}"
+        for name, count in few.items()
     ]
 
 
@@ -246,14 +272,15 @@ def _generator(*seed: int) -> "np.random.Generator":
     return np.random.default_rng(seed)
 
 
-def _check_arguments(count: int, seed: int, depths: Sequence[float] | str, value_digits: int) -> None:
+def _check_arguments(count: int, seed: int, depths: Sequence[float] | str, value_digits: int, keys: int) -> None:
     """Raise DataError naming every bad argument."""
-    limits = (("count", count, 1), ("seed", seed, 0), ("value_digits", value_digits, 1))
+    limits = (("count", count, 1), ("seed", seed, 0), ("value_digits", value_digits, 1), ("keys", keys, 1))
     problems = [f"{name} must be at least {least}, got {seen}" for name, seen, least in limits if seen < least]
-    # No two documents of a call share a key or a value.
-    most = min(MOST_DOCUMENTS, 9 * 10 ** (max(value_digits, 1) - 1))
+    # No two needles of a call share a key or a value.
+    most = min(MOST_NEEDLES, 9 * 10 ** (max(value_digits, 1) - 1)) // max(keys, 1)
     if count > most:
-        problems.append(f"count must be at most {most} with {value_digits} value_digits, got {count}")
+        each = f" and {keys} keys" if keys > 1 else ""
+        problems.append(f"count must be at most {most} with {value_digits} value_digits{each}, got {count}")
     if not isinstance(depths, str):
         problems += depth_problems(depths)
     elif depths != "uniform":
@@ -330,19 +357,20 @@ def _word_start(text: str, position: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Frame:
-    """The ids of a document but for its book text, for one key and value."""
+class _Sentences:
+    """The ids of one needle's sentences."""
 
-    head: list[int]
+    key: str
+    value: str
     needle: list[int]
     prompt: list[int]
     answer: list[int]
     key_count: int
-    """How often the key stands in it."""
+    """How often the key stands in them."""
 
     @property
     def size(self) -> int:
-        return len(self.head) + len(self.needle) + len(self.prompt) + len(self.answer)
+        return len(self.needle) + len(self.prompt) + len(self.answer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -357,62 +385,99 @@ class _Maker:
     around: int
     from_start: bool
 
-    def make(self, earlier: Sequence[NeedleDocument], depth: float, rng: "np.random.Generator") -> NeedleDocument:
-        """Draw key, value and place in a book until the document reads back as it should."""
-        keys = {document.key for document in earlier}
-        values = {document.value for document in earlier}
+    def make(
+        self, earlier: Sequence[NeedleDocument], depths: Sequence[float], rng: "np.random.Generator"
+    ) -> NeedleDocument:
+        """Draw keys, values and a place in a book until the document reads back as it should."""
+        used = [needle for document in earlier for needle in document.needles]
+        head = _head(self.codec, self.template)
         reason = ""
         for attempt in range(ATTEMPTS):
-            key, value = key_value(rng, self.value_digits)
-            while key in keys or value in values:
-                key, value = key_value(rng, self.value_digits)
-            frame = _frame(self.codec, self.template, key, value, needle_first=depth == 0.0)
-            budget = self.length - frame.size
+            hidden = self._draw(depths, {needle.key for needle in used}, {needle.value for needle in used}, rng)
+            order = range(1) if len(hidden) == 1 else rng.permutation(len(hidden))
+            budget = self.length - len(head) - sum(sentences.size for sentences in hidden)
             if budget < 1:
-                largest = max(frame.size, _largest_frame(self.codec, self.template, self.value_digits))
-                raise _too_short(self.length, largest, self.around)
+                largest = _largest_size(self.codec, self.template, self.value_digits, len(hidden))
+                raise _too_short(self.length, max(self.length - budget, largest), self.around)
             # What the book follows: the needle, the line of the instruction, or nothing.
-            after, lead = ("a", " ") if depth == 0.0 else ("\n" if self.template.instruction else "", "")
+            after, lead = ("a", " ") if 0.0 in depths else ("\n" if self.template.instruction else "", "")
             book = self.shelf.book(len(earlier) + max(0, attempt - ATTEMPTS_IN_OWN_BOOK + 1))
             fraction = self.shelf.fraction(book, rng, from_start=self.from_start)
             start, text = self.shelf.cut(book, budget, fraction, after=after, lead=lead)
             if len(text) < budget or (book, start) in self.shelf.used:
                 reason = f"'{book.title}' has no room for another start"
                 continue
-            place = self.codec.place(text, depth)
-            before_needle = frame.head + text[:place]
-            ids = before_needle + frame.needle + text[place:] + frame.prompt + frame.answer
+            places = [self.codec.place(text, depth) for depth in depths]
+            ids, starts = _insert(head, text, places, [sentences.needle for sentences in hidden])
+            needles = []
+            for number in order:
+                asked = hidden[number]
+                ids += asked.prompt + asked.answer
+                needles.append(
+                    Needle(
+                        key=asked.key,
+                        value=asked.value,
+                        depth=places[number] / budget,
+                        start=starts[number],
+                        answer=(len(ids) - len(asked.answer), len(ids)),
+                    )
+                )
             assert len(ids) == self.length
             read = self.codec.text(ids)
-            if read.count(value) != 2 or read.count(key) != frame.key_count:
-                reason = f"the key {key} or the value {value} already stands in '{book.title}'"
+            spoilt = [s for s in hidden if read.count(s.value) != 2 or read.count(s.key) != s.key_count]
+            if spoilt:
+                reason = f"the key {spoilt[0].key} or the value {spoilt[0].value} already stands in '{book.title}'"
                 continue
             if self.codec.bos is not None and ids.count(self.codec.bos) != len(self.codec.opening):
                 reason = f"'{book.title}' holds the beginning-of-sequence token"
                 continue
             self.shelf.used.add((book, start))
-            return NeedleDocument(
-                token_ids=tuple(ids),
-                answer_start=len(ids) - len(frame.answer),
-                needle_start=len(before_needle),
-                key=key,
-                value=value,
-                depth=place / budget,
-                book=book.title,
-                book_start=start,
-            )
+            return NeedleDocument(token_ids=tuple(ids), needles=tuple(needles), book=book.title, book_start=start)
         raise DataError(
             f"document {len(earlier)}: none of {ATTEMPTS} draws can be used; the last one: {reason}",
             hint="give more or longer books, a smaller length, or more value_digits",
         )
 
+    def _draw(
+        self, depths: Sequence[float], keys: set[str], values: set[str], rng: "np.random.Generator"
+    ) -> list[_Sentences]:
+        """Needles with keys and values of their own; the first at depth 0 opens the text."""
+        hidden: list[_Sentences] = []
+        for depth in depths:
+            key, value = key_value(rng, self.value_digits)
+            while key in keys or value in values:
+                key, value = key_value(rng, self.value_digits)
+            keys.add(key)
+            values.add(value)
+            opens = depth == 0.0 and 0.0 not in depths[: len(hidden)]
+            hidden.append(_sentences(self.codec, self.template, key, value, opens=opens))
+        return hidden
 
-def _frame(codec: Codec, template: NeedleTemplate, key: str, value: str, *, needle_first: bool) -> _Frame:
-    """Tokenise the fixed sentences and see that they read back with key and value whole."""
+
+def _insert(
+    head: Sequence[int], text: Sequence[int], places: Sequence[int], needles: Sequence[Sequence[int]]
+) -> tuple[list[int], list[int]]:
+    """The text after its head with each needle at its place, and the index at which each begins."""
+    ids, starts, done = list(head), [0] * len(needles), 0
+    for number in sorted(range(len(needles)), key=lambda number: places[number]):  # stable: equal places in turn
+        ids += text[done : places[number]]
+        done = places[number]
+        starts[number] = len(ids)
+        ids += needles[number]
+    return [*ids, *text[done:]], starts
+
+
+def _head(codec: Codec, template: NeedleTemplate) -> list[int]:
+    """What stands before book and needles."""
+    return codec.opening + (codec.ids(template.instruction + "\n") if template.instruction else [])
+
+
+def _sentences(codec: Codec, template: NeedleTemplate, key: str, value: str, *, opens: bool) -> _Sentences:
+    """Tokenise the sentences of a needle and see that they read back with key and value whole."""
     line = "\n" if template.instruction else ""
     sentence = template.needle.replace("{key}", key).replace("{value}", value)
     tail = f"\n{template.question} {template.answer_prefix}".replace("{key}", key)
-    needle = codec.ids(sentence, after=line) if needle_first else codec.ids(" " + sentence, after="a")
+    needle = codec.ids(sentence, after=line) if opens else codec.ids(" " + sentence, after="a")
     prompt, answer = codec.split_answer(tail, value)
     for text, ids, names in ((sentence, needle, (key, value)), (tail, prompt, (key,))):
         read = codec.text(ids)
@@ -421,8 +486,9 @@ def _frame(codec: Codec, template: NeedleTemplate, key: str, value: str, *, need
                 f"the tokenizer does not reproduce its input: {read!r} for {text!r}",
                 hint="needle documents need a tokenizer that can write lower-case words and hyphens",
             )
-    return _Frame(
-        head=codec.opening + (codec.ids(template.instruction + line) if line else []),
+    return _Sentences(
+        key=key,
+        value=value,
         needle=needle,
         prompt=prompt,
         answer=answer,
@@ -430,8 +496,8 @@ def _frame(codec: Codec, template: NeedleTemplate, key: str, value: str, *, need
     )
 
 
-def _largest_frame(codec: Codec, template: NeedleTemplate, value_digits: int) -> int:
-    """The most tokens that the sentences take, over keys of the longest words and a sample of values."""
+def _largest_size(codec: Codec, template: NeedleTemplate, value_digits: int, keys: int) -> int:
+    """The most tokens that all sentences take, over keys of the longest words and a sample of values."""
 
     def tokens(key: str) -> int:
         return len(codec.ids(template.needle.replace("{key}", key), after="a"))
@@ -440,7 +506,8 @@ def _largest_frame(codec: Codec, template: NeedleTemplate, value_digits: int) ->
     adjectives = sorted(ADJECTIVES, key=lambda word: tokens(f"{word}-{NOUNS[0]}"))[-8:]
     nouns = sorted(NOUNS, key=lambda word: tokens(f"{ADJECTIVES[0]}-{word}"))[-8:]
     draws = [(f"{adjective}-{noun}", key_value(rng, value_digits)[1]) for adjective in adjectives for noun in nouns]
-    return max(_frame(codec, template, *draw, needle_first=first).size for draw in draws for first in (True, False))
+    sizes = (_sentences(codec, template, *draw, opens=opens).size for draw in draws for opens in (True, False))
+    return len(_head(codec, template)) + keys * max(sizes)
 
 
 def _too_short(length: int, largest: int, around: int) -> DataError:

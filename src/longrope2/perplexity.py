@@ -33,8 +33,8 @@ class Score:
 
     nll: float
     num_tokens: int
-    exact: bool
-    """Whether the model's first choice was right at every one of them."""
+    exact: int
+    """Answers in which the model's first choice was right at every token."""
 
     @property
     def perplexity(self) -> float:
@@ -48,7 +48,7 @@ def total(scores: Sequence[Score]) -> Score:
     return Score(
         sum(score.nll for score in scores),
         sum(score.num_tokens for score in scores),
-        all(score.exact for score in scores),
+        sum(score.exact for score in scores),
     )
 
 
@@ -68,18 +68,23 @@ class Scorer:
         with torch.no_grad():
             if self._objective == "plain":
                 return [self._plain(row) for row in tokens]
-            return self._needle(tokens, [d.answer_start for d in documents if isinstance(d, NeedleDocument)])
+            answers = [[n.answer for n in d.needles] for d in documents if isinstance(d, NeedleDocument)]
+            return self._needle(tokens, answers)
 
-    def _needle(self, tokens: Tensor, answer_starts: Sequence[int]) -> list[Score]:
+    def _needle(self, tokens: Tensor, answers: Sequence[Sequence[tuple[int, int]]]) -> list[Score]:
         # The logits that predict a token stand one position before it.
-        count = tokens.shape[1] - min(answer_starts) + 1
-        with TrailingQueries(_layers(self._model)[-1], count).installed():
+        first = min(start for row in answers for start, _ in row) - 1
+        with TrailingQueries(_layers(self._model)[-1], tokens.shape[1] - first).installed():
             logits = self._model(input_ids=tokens, use_cache=False).logits
-        scores = []
-        for row, start in enumerate(answer_starts):
-            answer = tokens[row, start:]
-            scores.append(score_tokens(logits[row, -len(answer) - 1 : -1], answer))
-        return scores
+        return [
+            total(
+                [
+                    score_tokens(logits[row, start - first - 1 : end - first - 1], tokens[row, start:end])
+                    for start, end in spans
+                ]
+            )
+            for row, spans in enumerate(answers)
+        ]
 
     def _plain(self, tokens: Tensor) -> Score:
         base = self._model.base_model

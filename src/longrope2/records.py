@@ -71,7 +71,9 @@ class Measurement:
     high: float | None
     """Its 95% interval over documents; None where one document cannot say."""
     exact: int
-    """Documents in which the model's first choice was right at every token."""
+    """Answers in which the model's first choice was right at every token …"""
+    answers: int
+    """… and how many there were."""
     documents: int
 
 
@@ -115,7 +117,7 @@ class SearchRecord(Record):
     """search.json."""
 
     FORMAT: ClassVar[str] = "longrope2.search"
-    VERSION: ClassVar[int] = 2
+    VERSION: ClassVar[int] = 3
 
     model: str
     revision: str

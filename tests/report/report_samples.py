@@ -60,14 +60,15 @@ def _search(folder, rng):
         for length in (2048, 4096) for i in range(5)
     ]  # fmt: skip
     scores = [
-        {"method": method, "part": part, "perplexity": value, "low": 1.0, "high": 20.0, "exact": 1, "documents": 2}
+        {"method": method, "part": part, "perplexity": value, "low": 1.0, "high": 20.0, "exact": 1, "answers": 2,
+         "documents": 2}
         for method, part, value in (
             ("searched", "in sample", 1.3), ("searched", "held out", 1.5), ("pi", "held out", 12.5),
             ("yarn", "held out", 1.73), ("ntk", "held out", None),
         )
     ]  # fmt: skip
     result = {
-        "format": "longrope2.search", "version": 2, "model": "tiny", "revision": "sha256:abc", "dtype": "float32",
+        "format": "longrope2.search", "version": 3, "model": "tiny", "revision": "sha256:abc", "dtype": "float32",
         "documents": "sha256:123", "versions": {}, "critical_dimension": 9, "best": {}, "chance": 10.0,
         "finalists": [], "own_window": [], "seconds": 5.0, "resumed_evaluations": 0,
         "weights": "sha256:def", "config": {"evolution": {"seed": 7, "iterations": 4}, "documents": 2},

@@ -287,7 +287,7 @@ def test_what_is_no_run_is_refused(tmp_path):
         (ledger.PLAN, '{"rows": 2'),
         (ledger.PLAN, "{}"),
         (ledger.FACTORS, "{}"),
-        (ledger.SEARCH, '{"format": "longrope2.search", "version": 2, "convergence": 3}'),
+        (ledger.SEARCH, '{"format": "longrope2.search", "version": 3, "convergence": 3}'),
         (ledger.TRAINING_RECORD, "[]"),
         ("evaluate/base/niah/results.json", "{}"),
         ("evaluate/base/niah/results.json", "\0"),

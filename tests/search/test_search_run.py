@@ -27,7 +27,7 @@ from longrope2.factors import RescaleFactors
 from longrope2.files import only_one
 from longrope2.methods import METHODS, rescale
 from longrope2.models import ASSETS, describe, load
-from longrope2.needles import NeedleDocument, PlainDocument, make_needles, make_plain
+from longrope2.needles import Needle, NeedleDocument, PlainDocument, make_needles, make_plain
 from longrope2.options import stated
 from longrope2.perplexity import Score, Scorer
 from longrope2.rope import RopeSpec
@@ -189,9 +189,9 @@ def perplexity_by_full_logits(model, documents) -> float:
         ids = torch.tensor([document.token_ids])
         with torch.no_grad():
             logits = model(ids, use_cache=False).logits[0]
-        start = document.answer_start
-        nll += F.cross_entropy(logits[start - 1 : -1].double(), ids[0, start:], reduction="sum").item()
-        tokens += len(document.token_ids) - start
+        for start, end in (needle.answer for needle in document.needles):
+            nll += F.cross_entropy(logits[start - 1 : end - 1].double(), ids[0, start:end], reduction="sum").item()
+            tokens += end - start
     return math.exp(nll / tokens)
 
 
@@ -625,10 +625,8 @@ def test_it_says_where_all_candidates_are_worse_than_guessing(
 
 def test_chance_counts_the_digits_of_a_token():
     """A tokenizer that writes seven digits in three tokens: guessing one of them is guessing 10^(7/3)."""
-    document = NeedleDocument(
-        token_ids=tuple(range(20)), answer_start=17, needle_start=3, key="k", value="1234567", depth=0.0, book="b",
-        book_start=0,
-    )  # fmt: skip
+    needle = Needle(key="k", value="1234567", depth=0.0, start=3, answer=(17, 20))
+    document = NeedleDocument(token_ids=tuple(range(20)), needles=(needle,), book="b", book_start=0)
     assert search_run._chance([document, document]) == pytest.approx(10 ** (7 / 3))
     assert search_run._chance([PlainDocument(token_ids=(1, 2), book="b", book_start=0)]) is None
 
@@ -867,8 +865,33 @@ def test_the_ends_of_what_is_allowed_can_be_searched(ends, method, tiny, books, 
 def test_documents_without_needles_are_all_alike():
     config = SearchConfig(target_length=1024, space="wide", objective="plain", documents=4, held_out=2)
     assert config.problems() == []
-    assert config.kinds == [0, 0, 0, 0]
-    assert SearchConfig(target_length=1024, space="wide", documents=5).kinds == [0, 1, 2, 3, 0]
+    assert config.kinds(keys=0) == [0, 0, 0, 0]
+
+
+def test_documents_are_alike_that_hide_needles_at_the_same_depths():
+    wide = SearchConfig(target_length=1024, space="wide", documents=5)
+    assert wide.kinds(keys=8) == [0, 0, 0, 0, 0]
+    assert wide.kinds(keys=4) == [0, 4, 0, 4, 0]
+    assert wide.kinds(keys=1) == [0, 1, 2, 3, 4]
+
+
+def test_a_search_hides_as_many_needles_as_there_is_room_for(tiny, books):
+    config = SearchConfig(target_length=TARGET, space="wide", books=str(books))
+    for length, expected in ((128, 1), (512, 2), (4096, 8)):
+        made = search_run.search_documents(tiny, config, length, count=2, note=lambda _: None)
+        assert [len(document.needles) for document in made] == [expected] * 2
+
+
+def test_every_answer_of_a_document_is_scored(tiny, books, tmp_path):
+    config = small_config(books, target_length=512, keys=2, depth=(0.0, 0.5), documents=2)
+    factors, record = search(tiny, config, tmp_path, ALONE)
+    options = {"length": 512, "count": 2, "seed": 0, "depth": (0, 0.5), "keys": 2, "from_start": True}
+    made = make_needles(tiny.tokenizer, read_books(books), **options)
+    assert record.documents == digest(made)
+    (found,) = (row for row in record.scores if (row.method, row.part) == ("searched", "in sample"))
+    assert (found.answers, found.documents) == (4, 2)
+    with rescaled(tiny.model, factors, long_rows=True):
+        assert found.perplexity == pytest.approx(perplexity_by_full_logits(tiny.model, made), rel=1e-4)
 
 
 def test_the_first_longrope_has_no_stages():

@@ -267,7 +267,7 @@ def _point(length: int, depths: Sequence[float], scores: Mapping[str, list[Score
 def _side(depths: Sequence[float], scores: Sequence[Score]) -> MeasuredSide:
     wanted = islice(cycle(depths), len(scores))  # as make_needles takes them
     documents = tuple(
-        MeasuredDocument(depth=depth, nll=score.nll / score.num_tokens, exact=score.exact)
+        MeasuredDocument(depth=depth, nll=score.nll / score.num_tokens, exact=bool(score.exact))
         for depth, score in zip(wanted, scores, strict=True)
     )
     nll = [document.nll for document in documents]

@@ -6,7 +6,7 @@ from typing import Any
 from longrope2.books import read_books
 from longrope2.errors import LongRopeError, all_problems
 from longrope2.factors import RescaleFactors
-from longrope2.needles import MOST_DOCUMENTS, check_length, depth_problems
+from longrope2.needles import MOST_NEEDLES, check_length, depth_problems
 from longrope2.options import Length, broken_limits, option, wrong_types
 
 FRACTIONS = (0.25, 0.5, 0.75, 0.875, 1.0, 1.25, 1.5, 2.0)
@@ -19,7 +19,7 @@ class CalibrationConfig:
 
     lengths: tuple[Length, ...] | None = option(None, "E.g. 2k,4k,6k,8k,10k; default: 1/4 to 2 windows.")
     """The original window is always among them."""
-    documents: int = option(20, "Needle documents at each length.", least=2, most=MOST_DOCUMENTS)
+    documents: int = option(20, "Needle documents at each length.", least=2, most=MOST_NEEDLES)
     """Depths are taken in turn."""
     depths: tuple[float, ...] = option((0.0, 0.25, 0.5, 0.75, 1.0), "Positions of the needles.", command=False)
     books: str | None = option(None, "Folder, file or hub dataset; default: the package's books.", metavar="SOURCE")

@@ -77,7 +77,7 @@ class EngineModel(TemplateLM):
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
         spans = [self._span(context, continuation) for _, context, continuation in requests]
-        return [(-score.nll, score.exact) for score in self._engine.scores(spans, self.label)]
+        return [(-score.nll, bool(score.exact)) for score in self._engine.scores(spans, self.label)]
 
     def _span(self, context: Sequence[int], continuation: Sequence[int]) -> TextSpan:
         if not 0 < len(continuation) <= self.max_length:

@@ -6,15 +6,17 @@ from typing import Any, Literal
 
 from longrope2.errors import LongRopeError, all_problems
 from longrope2.methods import longrope_temperature, rescale
-from longrope2.needles import MOST_DOCUMENTS, depth_problems
+from longrope2.needles import MOST_NEEDLES, depth_problems
 from longrope2.options import Length, broken_limits, build, option, wrong_types
 from longrope2.rope import RopeSpec
 
 Temperature = Literal["released", "searched"]
 """`released`: √(1 + ln s/ln L_train), which the released longrope models are run with; `searched`: a gene."""
 Mode = Literal["statistical", "exact", "off"]
-SPREAD = (0.0, 0.5, 0.25, 0.75)
-"""Depths of the wide space's needles, in this order, so that a few documents are already spread."""
+SPREAD = (0.0, 0.5, 0.25, 0.75, 0.125, 0.625, 0.375, 0.875)
+"""Depths of the wide space's needles, in this order, so that a few needles are already spread."""
+WIDE_DOCUMENTS = 6
+"""Of eight needles each: one of them ranks candidates better than eight documents of one needle (LOG.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +66,7 @@ class SearchConfig(Bounds):
     space: Literal["paper", "wide"] = option(
         "paper", "The paper's, or also temperature and left shape, starting from every closed form."
     )
-    attention_factor: float | Temperature | None = option(
+    attention_factor: float | Temperature = option(
         None,
         "Temperature of long sequences: a number; released, √(1 + ln s/ln L), as the released models have it; or "
         "searched.",
@@ -73,24 +75,33 @@ class SearchConfig(Bounds):
         least=0.01,
         most=100,
     )
-    objective: Literal["needle", "plain"] | None = option(
+    objective: Literal["needle", "plain"] = option(
         None, "Score the answer, or every token.", usual="needle; plain for --method longrope"
     )
-    depth: float | tuple[float, ...] | None = option(
+    depth: float | tuple[float, ...] = option(
         None,
         "Position of the needle: 0 start, 1 end; documents take several depths in turn.",
-        usual="0; 0,0.5,0.25,0.75 in the wide space",
+        usual="0; 0 to 0.875 by eighths in the wide space",
     )
-    documents: int = option(10, "Needle documents, a book each.", least=1, most=MOST_DOCUMENTS // 2)
-    held_out: int | None = option(
+    keys: int = option(
+        None,
+        "Needles in each document, all asked for at its end; fewer where they would take more than half of it.",
+        usual="1; 8 in the wide space",
+        least=1,
+        most=64,
+    )
+    documents: int = option(
+        None, "Needle documents, a book each.", usual="10; 6 in the wide space", least=1, most=MOST_NEEDLES // 2
+    )
+    held_out: int = option(
         None,
         "Documents that the search does not see, to choose the winner.",
         usual="as many as --documents",
         least=0,
-        most=MOST_DOCUMENTS // 2,
+        most=MOST_NEEDLES // 2,
     )
     books: str | None = option(None, "Folder, file or hub dataset.", usual="the package's books", metavar="SOURCE")
-    staged: bool | None = option(
+    staged: bool = option(
         None,
         "Search at twice the window first, then at four times it, and so on.",
         usual="in the wide space",
@@ -102,31 +113,31 @@ class SearchConfig(Bounds):
     def __post_init__(self) -> None:
         """Fill in what is None, and make one depth one depth: a journal is known by its settings."""
         wide, longrope = self.space == "wide", self.method == "longrope"
-        depths = SPREAD[: max(self.documents, 1)] if wide else 0.0
-        usual = {
-            "held_out": self.documents,
-            "depth": depths[0] if isinstance(depths, tuple) and len(depths) == 1 else depths,
+        several = wide and self.objective != "plain"
+        usual: dict[str, Any] = {
             "objective": "plain" if longrope else "needle",
             "attention_factor": "released" if longrope else "searched" if wide else 1.0,
+            "depth": SPREAD if several else 0.0,
+            "keys": len(SPREAD) if several else 1,
+            "documents": WIDE_DOCUMENTS if several else 10,
             "staged": wide,
         }
+        given = {name: value for name in usual if (value := getattr(self, name)) is not None}
+        usual["held_out"] = {**usual, **given}["documents"]
         for name, value in usual.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
         if not isinstance(self.depth, int | float):
-            assert self.depth is not None
             object.__setattr__(self, "depth", self.depth[0] if len(self.depth) == 1 else tuple(self.depth))
 
     @property
     def depths(self) -> tuple[float, ...]:
-        """Those that documents take in turn."""
-        assert self.depth is not None
+        """Those that needles take in turn."""
         return (self.depth,) if isinstance(self.depth, int | float) else self.depth
 
-    @property
-    def kinds(self) -> list[int]:
-        """Which of a stage's documents are alike: those with the needle at the same depth; without needles all are."""
-        return [0 if self.objective == "plain" else number % len(self.depths) for number in range(self.documents)]
+    def kinds(self, keys: int) -> list[int]:
+        """Which of a stage's documents are alike: those with needles at the same depths, `keys` in each."""
+        return [number * keys % len(self.depths) for number in range(self.documents)]
 
     def stages(self, spec: RopeSpec) -> list[int]:
         """The lengths to search at, one after another; the target is the last."""
@@ -141,7 +152,6 @@ class SearchConfig(Bounds):
             return None
         if self.attention_factor == "released":
             return longrope_temperature(spec.extension_ratio(length), spec.original_length)
-        assert isinstance(self.attention_factor, int | float)
         return self.attention_factor
 
     def problems(self) -> list[str]:
@@ -149,9 +159,17 @@ class SearchConfig(Bounds):
         if wrong := wrong_types(self):
             return wrong
         found = broken_limits(self)
-        assert self.held_out is not None
-        counts = {} if self.objective == "plain" else {"documents": self.documents, "held_out": self.held_out}
-        found += depth_problems(self.depths, **counts)
+        # The default's first few are spread already; what a user names has to be tried.
+        named = self.objective == "needle" and self.depths != SPREAD
+        documents = {"documents": self.documents, "held_out": self.held_out} if named else {}
+        found += depth_problems(self.depths, keys=self.keys, **documents)
+        if (self.documents + self.held_out) * self.keys > MOST_NEEDLES:
+            found.append(
+                f"documents and held_out may have {MOST_NEEDLES:,} needles in all, got "
+                f"{(self.documents + self.held_out) * self.keys:,}"
+            )
+        if self.keys > 1 and self.objective == "plain":
+            found.append("objective plain scores texts without needles; keys goes with objective needle")
         if self.evolution.iterations and self.evolution.mutations + self.evolution.crossovers == 0:
             found.append("an iteration needs mutations or crossovers")
         if self.lower > self.upper:

@@ -73,7 +73,7 @@ class Journal(JournalFile):
         """Know what was found on disk."""
         if entry["type"] == "evaluation":
             nll = math.inf if entry["nll"] is None else float(entry["nll"])
-            score = Score(nll, int(entry["tokens"]), bool(entry["exact"]))
+            score = Score(nll, int(entry["tokens"]), int(entry["exact"]))
             self.known.scores[str(entry["key"]), int(entry["document"])] = score
         elif entry["type"] == "generation":
             place = int(entry["stage"]), int(entry["iteration"])

@@ -17,8 +17,8 @@ from longrope2.search.evolution import Outcome
 FACTORS, RECORD = "factors.json", "search.json"
 
 
-def measurement(scores: Sequence[Score]) -> Measurement:
-    """The perplexity of some documents with its 95% interval over documents, and how many were answered exactly."""
+def measurement(scores: Sequence[Score], answers: int) -> Measurement:
+    """The perplexity of some documents with its 95% interval over documents; `answers` is how many they ask for."""
     whole = total(scores)
     interval = student([score.nll / score.num_tokens for score in scores])
     low, high = (None, None) if interval is None else (perplexity(max(end, 0.0), 1) for end in interval)
@@ -26,7 +26,8 @@ def measurement(scores: Sequence[Score]) -> Measurement:
         perplexity=perplexity(whole.nll, whole.num_tokens),
         low=low,
         high=high,
-        exact=sum(score.exact for score in scores),
+        exact=whole.exact,
+        answers=answers,
         documents=len(scores),
     )
 
@@ -89,7 +90,7 @@ def show_search(output: Path, factors: RescaleFactors, record: SearchRecord) -> 
 
 def perplexity(nll: float, tokens: int) -> float | None:
     """None where it overflows: JSON has no infinity."""
-    value = Score(nll, tokens, exact=False).perplexity
+    value = Score(nll, tokens, exact=0).perplexity
     return value if math.isfinite(value) else None
 
 
@@ -107,4 +108,4 @@ def _with_interval(found: Measurement | None) -> str:
 
 
 def _exact(found: Measurement | None) -> str:
-    return "-" if found is None else f"{found.exact}/{found.documents}"
+    return "-" if found is None else f"{found.exact}/{found.answers}"

@@ -20,7 +20,7 @@ from longrope2.factors import RescaleFactors
 from longrope2.files import package_versions
 from longrope2.methods import METHODS
 from longrope2.models import LoadedModel, ModelInfo, load, rescale_model, weights_fingerprint
-from longrope2.needles import NeedleDocument, PlainDocument, documents_digest, make_needles, make_plain
+from longrope2.needles import NeedleDocument, PlainDocument, documents_digest, make_needles, make_plain, most_keys
 from longrope2.options import stated
 from longrope2.perplexity import Score, Scorer, scoring, total
 from longrope2.records import (
@@ -70,6 +70,8 @@ class Stage:
     space: SearchSpace
     documents: range
     """Indices of the documents searched on, among those of all stages."""
+    kinds: Sequence[int]
+    """Which of them are alike (see Race)."""
     tokens: int
     """Scored in all of them together."""
 
@@ -103,12 +105,14 @@ def search(
     def scores_of(genome: Genome, indices: range) -> list[Score]:
         return [journal.known.scores[genome.key(), index] for index in indices]
 
+    def measured(genome: Genome, indices: range) -> dict[str, Any]:
+        return vars(measurement(scores_of(genome, indices), sum(_keys(documents[index]) for index in indices)))
+
     try:
         with run_folder(own).alone(), closing(Journal(own and own / HISTORY, header)) as journal:
             journal.known = here.gather(journal.known)[0]
             if journal.resumed:
                 say_here(f"resuming: {journal.resumed:,} evaluations found in {output}")
-            assert config.objective is not None
             with scoring(loaded.model, baseline, objective=config.objective) as scorer:
                 # The whole first group: processes that share a model can only run it together.
                 window = _try_own_window(loaded, config, scorer, baseline, here) if here.rank == 0 else []
@@ -140,9 +144,9 @@ def search(
     versions = package_versions("torch", "transformers")
     identity = {name: header[name] for name in ("model", "revision", "weights", "config")}
     factors = last.space.rescale_factors(winner, {**identity, "versions": versions})
-    measured = [(SEARCHED, winner, IN_SAMPLE, last.documents), (SEARCHED, winner, HELD_OUT, held_out)]
+    rows = [(SEARCHED, winner, IN_SAMPLE, last.documents), (SEARCHED, winner, HELD_OUT, held_out)]
     part = HELD_OUT if held_out else IN_SAMPLE
-    measured += [(name, genome, part, measured_on) for name, genome in forms.items()]
+    rows += [(name, genome, part, measured_on) for name, genome in forms.items()]
     ends = [outcome.history[-1] for outcome in outcomes]
     record = SearchRecord(
         **{name: value for name, value in header.items() if name != "version"},
@@ -151,12 +155,12 @@ def search(
         best=winner.to_json(),
         chance=chance,
         scores=tuple(
-            SearchScore(method=name, part=part, **vars(measurement(scores_of(genome, indices))))
-            for name, genome, part, indices in measured
+            SearchScore(method=name, part=part, **measured(genome, indices))
+            for name, genome, part, indices in rows
             if indices
         ),
         finalists=tuple(
-            FinalistScore(genome=genome.to_json(), **vars(measurement(scores_of(genome, measured_on))))
+            FinalistScore(genome=genome.to_json(), **measured(genome, measured_on))
             for genome in outcomes[-1].finalists()
         ),
         own_window=tuple(window),
@@ -181,7 +185,6 @@ def _prepare(
     documents: list[Document] = []
     for number, length in enumerate(config.stages(baseline.spec)):
         is_last = length == config.target_length
-        assert config.held_out is not None
         count = config.documents + (config.held_out if is_last else 0)
         made = search_documents(loaded, config, length, count=count, note=note)
         stages.append(
@@ -189,6 +192,7 @@ def _prepare(
                 number=number,
                 space=_space(config, baseline, length),
                 documents=range(len(documents), len(documents) + config.documents),
+                kinds=config.kinds(_keys(made[0])),
                 tokens=sum(_scored_tokens(document) for document in made[: config.documents]),
             )
         )
@@ -229,7 +233,7 @@ def _run_stages(
                 config.evolution,
                 len(stage.documents),
                 nlls,
-                kinds=config.kinds,
+                kinds=stage.kinds,
                 carried=carried,
                 stage=stage.number,
                 generation=generation,
@@ -271,7 +275,8 @@ def search_documents(
     options: dict[str, Any] = {"length": length, "count": count, "seed": config.evolution.seed, "note": note}
     if config.objective == "plain":
         return make_plain(loaded.tokenizer, books, **options)
-    return make_needles(loaded.tokenizer, books, depth=config.depths, from_start=True, **options)
+    keys = min(config.keys, most_keys(loaded.tokenizer, length))
+    return make_needles(loaded.tokenizer, books, depth=config.depths, keys=keys, from_start=True, **options)
 
 
 def _header(loaded: LoadedModel, config: SearchConfig, documents: Sequence[Document]) -> dict[str, Any]:
@@ -290,8 +295,12 @@ def _header(loaded: LoadedModel, config: SearchConfig, documents: Sequence[Docum
 
 
 def _scored_tokens(document: Document) -> int:
-    """All of a plain document but the first; of one with a needle those of the answer."""
-    return len(document.token_ids) - (document.answer_start if isinstance(document, NeedleDocument) else 1)
+    """All of a plain document but the first; of one with needles those of the answers."""
+    return document.answer_tokens if isinstance(document, NeedleDocument) else len(document.token_ids) - 1
+
+
+def _keys(document: Document) -> int:
+    return len(document.needles) if isinstance(document, NeedleDocument) else 0
 
 
 def _chance(documents: Sequence[Document]) -> float | None:
@@ -299,7 +308,7 @@ def _chance(documents: Sequence[Document]) -> float | None:
     needles = [document for document in documents if isinstance(document, NeedleDocument)]
     if not needles:
         return None
-    digits = sum(len(document.value) for document in needles)
+    digits = sum(len(needle.value) for document in needles for needle in document.needles)
     return float(10 ** (digits / sum(map(_scored_tokens, needles))))
 
 
@@ -317,12 +326,12 @@ def _try_own_window(
         except LongRopeError:
             continue  # a tiny window may be too short for the template
         scores = scorer(baseline, documents)
-        found = measurement(scores)
+        found = measurement(scores, sum(map(_keys, documents)))
         results.append(WindowScore(length=length, **vars(found)))
         if not here.is_main:
             continue
         nll = total(scores)
-        exact = f"{found.exact}/{len(scores)} exact"
+        exact = f"{found.exact}/{found.answers} exact"
         say(f"within its window, {length:,} tokens: perplexity {nll.perplexity:.3f}, {exact}")
         if nll.nll / nll.num_tokens > FAILING_NLL:
             warn(

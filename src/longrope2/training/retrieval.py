@@ -119,7 +119,7 @@ def summary(documents: Sequence[NeedleDocument], scores: Sequence[Score]) -> lis
     """For each length and depth: nats for an answer's token, and the share of answers right in every token."""
     groups: dict[tuple[int, float], list[Score]] = {}
     for document, score in zip(documents, scores, strict=True):
-        depth = min(DEPTHS, key=lambda wanted: abs(wanted - document.depth))
+        depth = min(DEPTHS, key=lambda wanted: abs(wanted - document.needle.depth))
         groups.setdefault((len(document.token_ids), depth), []).append(score)
     return [
         {

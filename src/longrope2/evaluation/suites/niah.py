@@ -10,7 +10,7 @@ from longrope2.errors import DataError
 from longrope2.evaluation.engine import EvaluationEngine
 from longrope2.evaluation.results import Measured, accuracy
 from longrope2.evaluation.suite import Sample, Setup, Suite, SuiteOutcome, answered, by_task, chat_frame, encode
-from longrope2.needles import MOST_DOCUMENTS, PAPER_TEMPLATE, NeedleDocument, make_needles
+from longrope2.needles import MOST_NEEDLES, PAPER_TEMPLATE, NeedleDocument, make_needles
 
 DEPTHS = tuple(tenth / 10 for tenth in range(11))
 RUNS = 10
@@ -45,25 +45,25 @@ def _documents(setup: Setup, length: int, count: int) -> list[NeedleDocument]:
 
 
 def _sample(setup: Setup, length: int, index: int, document: NeedleDocument) -> Sample:
-    answer_tokens = len(document.token_ids) - document.answer_start
+    needle = document.needle
     return Sample(
         suite=NAME,
         task=NAME,
         length=length,
         index=index,
         prompt=_chat(setup, document) if setup.chat else document.prompt_ids,
-        references=(document.value,),
-        max_new_tokens=answer_tokens + SPARE_TOKENS,
+        references=(needle.value,),
+        max_new_tokens=document.answer_tokens + SPARE_TOKENS,
         score=found_number,
         stop=("\n",),
-        details={"depth": DEPTHS[index % len(DEPTHS)], "placed_at": round(document.depth, 4), "key": document.key},
+        details={"depth": DEPTHS[index % len(DEPTHS)], "placed_at": round(needle.depth, 4), "key": needle.key},
     )
 
 
 def _chat(setup: Setup, document: NeedleDocument) -> str:
     """The document as the user's turn; the assistant has begun with the answer prefix."""
     text = setup.tokenizer.decode(document.prompt_ids, skip_special_tokens=True)
-    prefix = PAPER_TEMPLATE.answer_prefix.replace("{key}", document.key)
+    prefix = PAPER_TEMPLATE.answer_prefix.replace("{key}", document.needle.key)
     place = text.rfind(prefix)
     if place < 0:
         raise DataError("the tokenizer does not reproduce the question of a needle document", hint="omit --chat")
@@ -120,7 +120,7 @@ SUITE = Suite(
     tasks=(NAME,),
     run=run,
     check=check,
-    most_samples=MOST_DOCUMENTS // len(DEPTHS),
+    most_samples=MOST_NEEDLES // len(DEPTHS),
     samples=RUNS,
     cells=len(DEPTHS),
     every_length=True,
