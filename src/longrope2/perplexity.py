@@ -62,29 +62,32 @@ class Scorer:
 
     def __call__(self, factors: RescaleFactors, documents: Sequence[NeedleDocument | PlainDocument]) -> list[Score]:
         """Score documents of one length, as one batch."""
-        self._rotary.factors = factors
-        tokens = torch.tensor([d.token_ids for d in documents], device=self._model.device)
-        self._rotary.long_rows = bool(is_long(torch.tensor(tokens.shape[1]), factors))
-        with torch.no_grad():
-            if self._objective == "plain":
-                return [self._plain(row) for row in tokens]
-            answers = [[n.answer for n in d.needles] for d in documents if isinstance(d, NeedleDocument)]
-            return self._needle(tokens, answers)
+        if self._objective == "plain":
+            with torch.no_grad():
+                return [self._plain(row) for row in self._prepare(factors, documents)]
+        return list(map(total, self.answers(factors, [d for d in documents if isinstance(d, NeedleDocument)])))
 
-    def _needle(self, tokens: Tensor, answers: Sequence[Sequence[tuple[int, int]]]) -> list[Score]:
+    def answers(self, factors: RescaleFactors, documents: Sequence[NeedleDocument]) -> list[list[Score]]:
+        """Score documents of one length, each answer by itself."""
+        tokens = self._prepare(factors, documents)
         # The logits that predict a token stand one position before it.
-        first = min(start for row in answers for start, _ in row) - 1
-        with TrailingQueries(_layers(self._model)[-1], tokens.shape[1] - first).installed():
+        first = min(needle.answer[0] for document in documents for needle in document.needles) - 1
+        with torch.no_grad(), TrailingQueries(_layers(self._model)[-1], tokens.shape[1] - first).installed():
             logits = self._model(input_ids=tokens, use_cache=False).logits
         return [
-            total(
-                [
-                    score_tokens(logits[row, start - first - 1 : end - first - 1], tokens[row, start:end])
-                    for start, end in spans
-                ]
-            )
-            for row, spans in enumerate(answers)
+            [
+                score_tokens(logits[row, start - first - 1 : end - first - 1], tokens[row, start:end])
+                for start, end in (needle.answer for needle in document.needles)
+            ]
+            for row, document in enumerate(documents)
         ]
+
+    def _prepare(self, factors: RescaleFactors, documents: Sequence[NeedleDocument | PlainDocument]) -> Tensor:
+        """The documents' tokens [B, L], after the model was given the factors and the RoPE of their length."""
+        self._rotary.factors = factors
+        tokens = torch.tensor([document.token_ids for document in documents], device=self._model.device)
+        self._rotary.long_rows = bool(is_long(torch.tensor(tokens.shape[1]), factors))
+        return tokens
 
     def _plain(self, tokens: Tensor) -> Score:
         base = self._model.base_model
