@@ -8,20 +8,20 @@ import io
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import MISSING
 from functools import partial
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Protocol, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 import click
 from click import Choice, argument, option
 
 from longrope2 import __version__
 from longrope2.calibration.config import CalibrationConfig
-from longrope2.console import ConsoleTable
+from longrope2.console import ConsoleTable, say, show_json, show_table, warn
 from longrope2.data.config import Mix, RecallConfig
 from longrope2.distributed import is_main_process, wait_to_speak
 from longrope2.errors import LongRopeError
@@ -226,23 +226,15 @@ def _parts(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
-class Record(Protocol):
-    """What a stage gives back, for people and for programs."""
-
-    def table(self) -> ConsoleTable:
-        """Free text for readers of the recipe."""
-
-    def to_json(self) -> Any:
-        """For programs."""
-
-
-def _show(record: Record, *, as_json: bool) -> None:
-    from longrope2.console import show_json, show_table
-
+def _show(values: Any, *tables: ConsoleTable, lines: Iterable[str] = (), as_json: bool) -> None:
+    """Print what a stage gave: its values for programs, or tables for people, and the lines below them."""
     if as_json:
-        show_json(record.to_json())
-    else:
-        show_table(**vars(record.table()))
+        show_json(values)
+        return
+    for table in tables:
+        show_table(table)
+    for line in lines:
+        print(line)
 
 
 class InOrder(click.Group):
@@ -278,7 +270,6 @@ def inspect(
 
     For each dimension: its period, how much of it training has seen, and its factor by method. Reads the config alone.
     """
-    from longrope2.console import say, warn
     from longrope2.inspection import inspect
     from longrope2.models import describe
 
@@ -290,7 +281,7 @@ def inspect(
 
         draw_inspection(result.to_json(), plot)
         say(f"wrote {plot}")
-    _show(result, as_json=as_json)
+    _show(result.to_json(), result.table(), as_json=as_json)
 
 
 @cli.command()
@@ -301,7 +292,6 @@ def inspect(
 @again_option
 def factors(model: str, output: Path, original_length: int | None, extend_again: bool, **options: Any) -> None:
     """Write the factors of a closed-form method to a file."""
-    from longrope2.console import say, warn
     from longrope2.models import describe, rescale_model
 
     form = build(ClosedForm, "factors", options)
@@ -331,15 +321,14 @@ def search(
     torchrun --nproc-per-node 8 -m longrope2 search …
     """
     with _resumable():
-        from longrope2.console import show_json
         from longrope2.models import describe
-        from longrope2.search.record import show_search
+        from longrope2.search.record import search_table
         from longrope2.search.run import run_search
 
         config = search_config(**options)
         found = run_search(describe(model, original_length=original_length), config, output, extend_again=extend_again)
         if is_main_process():
-            show_json(found.record.to_json()) if as_json else show_search(output, *found)
+            _show(found.record.to_json(), search_table(output, *found), as_json=as_json)
 
 
 @cli.command()
@@ -353,7 +342,6 @@ def generate(model: str, source: str | None, factors: Path | None, **options: An
     The original RoPE is used up to the switch length, the long one beyond. The prompt is --prompt, --prompt-file, or -
     for stdin. Text goes to stdout; when the switch happened and what it cost goes to stderr.
     """
-    from longrope2.console import say
     from longrope2.generation.generate import generate, read_prompt
 
     config = build(GenerateConfig, "generation", options)
@@ -385,7 +373,7 @@ def calibrate(model: str, factors: Path | None, output: Path | None, as_json: bo
 
         config = build(CalibrationConfig, "calibration options", options)
         result = calibrate(model, config, output, factors=factors)
-    _show(result, as_json=as_json)
+    _show(result.to_json(), result.table(), as_json=as_json)
 
 
 @cli.group(cls=InOrder)
@@ -405,12 +393,11 @@ def plan(model: str, output: Path, config: Path | None, cache: Path | None, as_j
 
     Documents up to the trained window go into short rows, longer ones into long rows. Sources are tokenised once.
     """
-    from longrope2.console import show_json
-    from longrope2.data.composition import show_composition
+    from longrope2.data.composition import composition_tables
     from longrope2.data.plan import plan_documents
 
     made = plan_documents(model, output, config=config, cache=cache, **options)
-    show_json(made.report) if as_json else show_composition(made.report)
+    _show(made.report, *composition_tables(made.report), as_json=as_json)
 
 
 @data.command()
@@ -423,7 +410,6 @@ def recall(model: str, output: Path, **options: Any) -> None:
     They are books with such sentences in them, a source for `data plan`. Each has exactly the length named, so that
     one of the target length fills a row.
     """
-    from longrope2.console import say
     from longrope2.data.recall import write_recall
     from longrope2.models import describe, load_tokenizer
 
@@ -461,20 +447,18 @@ def train(
     model with the extended window. Run it again after an interruption, with the same options, and it goes on where it
     was. On several GPUs: torchrun --nproc-per-node 8 -m longrope2 train …
     """
-    from longrope2.console import show_json
-
     wanted = EstimateConfig(**{entry.name: options.pop(entry.name) for entry in stated(EstimateConfig)})
     if estimate:
-        from longrope2.training.estimate import estimate_run, show_estimate
+        from longrope2.training.estimate import estimate_run, estimate_tables
 
         result = estimate_run(model, train_config(**options), wanted, plan=plan, original_length=original_length)
-        show_json(result) if as_json else show_estimate(result)
+        _show(result, *estimate_tables(result), as_json=as_json)
         return
     if factors is None or plan is None or output is None:
         given = {"--factors": factors, "--plan": plan, "--output": output}
         raise click.UsageError(f"missing: {', '.join(name for name, path in given.items() if path is None)}")
     with _resumable():
-        from longrope2.training.log import show_record
+        from longrope2.training.log import training_table
         from longrope2.training.train import MODEL, train
 
         record = train(
@@ -488,7 +472,7 @@ def train(
             **options,
         )
     if is_main_process():
-        show_json(record.to_json()) if as_json else show_record(record, output / MODEL)
+        _show(record.to_json(), training_table(record, output / MODEL), as_json=as_json)
 
 
 class Evaluate(click.Command):
@@ -530,12 +514,16 @@ def evaluate(model: str, output: Path, as_json: bool, **options: Any) -> None:
     torchrun --nproc-per-node 8 -m longrope2 evaluate …
     """
     with _resumable():
-        from longrope2.console import show_json
-        from longrope2.evaluation.evaluate import run_evaluation, show_evaluation
+        from longrope2.evaluation.evaluate import JOURNAL, run_evaluation
+        from longrope2.evaluation.results import RESULTS
+        from longrope2.evaluation.table import run_tables
 
         result = run_evaluation(model, output, **options)
-        if is_main_process():
-            show_json(result) if as_json else show_evaluation(result, output)
+    if is_main_process():
+        notes = [f"note: {note}" for note in result["notes"]]
+        _show(result, *run_tables(result["name"], result["scores"]), lines=notes, as_json=as_json)
+        if not as_json:
+            say(f"wrote {output / RESULTS}; every answer is in {output / JOURNAL}")
 
 
 @cli.command()
@@ -549,9 +537,12 @@ def compare(runs: tuple[str, ...], output: Path | None, base: str | None, agains
 
     RUN is a folder of `longrope2 evaluate` or a file like its results.json; NAME, if given, is its row's label.
     """
-    from longrope2.evaluation.compare import run_compare
+    from longrope2.evaluation.compare import compare, write_comparison
 
-    run_compare(runs, output, base=base, against=against, as_json=as_json)
+    result = compare(runs, base=base, against=against)
+    if output is not None:
+        write_comparison(result, output)
+    _show(result, *(ConsoleTable(**table) for table in result["tables"]), as_json=as_json)
 
 
 @cli.command()
@@ -580,7 +571,7 @@ def verify(context: click.Context, /, exported: Path, as_json: bool, **options: 
     from longrope2.export.verify import verify
 
     result = verify(exported, build(VerifyConfig, "verify", options))
-    _show(result, as_json=as_json)
+    _show(result.to_json(), result.table(), as_json=as_json)
     if not result.is_right:
         context.exit(1)
 
@@ -638,8 +629,6 @@ def schema(file: str) -> None:
 
     Editors complete and check a recipe with it: docs/extend.md says how.
     """
-    from longrope2.console import show_json
-
     if file == "recipe":
         from longrope2.pipeline.recipe import recipe_schema
 
@@ -658,9 +647,14 @@ def report(run: Path, open_page: bool) -> None:
 
     A page in one file, with each figure as PNG and its data as CSV beside it.
     """
-    from longrope2.report.page import run_report
+    import webbrowser
 
-    run_report(run, open_page=open_page)
+    from longrope2.report.page import write_report
+
+    path = write_report(run)
+    say(f"wrote {path}")
+    if open_page and not webbrowser.open(path.absolute().as_uri()):
+        warn("no browser was found to open it with")
 
 
 @cli.command()

@@ -3,19 +3,19 @@
 import json
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 
 @dataclass(frozen=True)
 class ConsoleTable:
-    """A record as `show_table` prints it."""
+    """A table that a stage gives, and the command line prints."""
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
-    caption: str | None = None
+    caption: str = ""
 
 
 def show_json(value: Any) -> None:
@@ -23,25 +23,23 @@ def show_json(value: Any) -> None:
     print(json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False))
 
 
-def show_table(
-    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, caption: str | None = None
-) -> None:
+def show_table(shown: ConsoleTable) -> None:
     """Print a table on stdout; numbers align right, cells are never cut when the output is not a terminal."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
+    for column in shown.columns:
         table.add_column(column, justify="right", no_wrap=True)
-    for row in rows:
+    for row in shown.rows:
         table.add_row(*row)
     console = Console(width=None if sys.stdout.isatty() else 200, highlight=False, markup=False)
     # Outside the table, whose own title and caption would be squeezed into its width.
-    console.print(title)
+    console.print(shown.title)
     console.print(table)
-    if caption:
-        console.print(caption)
+    if shown.caption:
+        console.print(shown.caption)
 
 
 def say(message: str) -> None:

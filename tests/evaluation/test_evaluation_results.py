@@ -23,7 +23,7 @@ from longrope2.evaluation.config import EvaluationConfig, lengths_for
 from longrope2.evaluation.evaluate import _described
 from longrope2.evaluation.results import Measured, accuracy, average, perplexity, with_averages
 from longrope2.evaluation.suite import Prompt, TextSpan
-from longrope2.evaluation.table import retention, run_tables
+from longrope2.evaluation.table import markdown, retention, run_tables
 from longrope2.files import only_one
 from longrope2.intervals import mean_of_means, student, wilson
 from longrope2.methods import rescale
@@ -141,13 +141,14 @@ def test_averages_follow_their_length():
 def test_tasks_are_rows_and_lengths_columns():
     parts = [measured("ruler", task, length, 50.0) for length in (8192, 4096) for task in ("vt", "cwe")]
     parts = [*with_averages(parts), measured("short", "mmlu", None, 30.0, 114)]
-    ruler, short = run_tables([part.to_json() for part in parts])
+    ruler, short = run_tables("mine", [part.to_json() for part in parts])
+    assert ruler.title == "mine: RULER"
     assert ruler.columns == ["task", "samples", "4k", "8k"]
     assert [row[:2] for row in ruler.rows] == [["vt", "20"], ["cwe", "20"], ["Avg.", "40"]]
     assert ruler.rows[0][2] == "50.0 (29.9–70.1)"
     assert short.columns == ["task", "samples", "score"]
     assert short.rows == [["MMLU", "114", "30.0 (22.4–39.0)"]]
-    assert ruler.markdown().splitlines()[2:4] == ["| task | samples | 4k | 8k |", "| --- | ---: | ---: | ---: |"]
+    assert markdown(ruler).splitlines()[2:4] == ["| task | samples | 4k | 8k |", "| --- | ---: | ---: | ---: |"]
 
 
 # Comparisons

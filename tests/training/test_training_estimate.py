@@ -23,10 +23,10 @@ from longrope2.training.estimate import (
     assumed_work,
     estimate,
     estimate_run,
+    estimate_tables,
     known_gpu,
     planned_work,
     shape_of,
-    show_estimate,
     skeleton,
 )  # fmt: skip
 from longrope2.training.loop import PlanRows, _attended
@@ -188,24 +188,23 @@ def test_the_command_prints_tables_or_json(sample, tmp_path):
     assert "missing: --factors, --output" in run(cli, ["train", "tiny", "--plan", "x"]).output
 
 
-def test_a_run_that_does_not_fit_says_so(tmp_path, capsys):
+def test_a_run_that_does_not_fit_says_so(tmp_path):
     LLAMA3.save_pretrained(tmp_path)
-    show_estimate(estimate_run(str(tmp_path), TrainConfig(steps=100), EstimateConfig(gpu="h100", target_length=LENGTH)))
-    output = capsys.readouterr().out
-    assert "does NOT fit: try more GPUs, --sequence-parallel, --lora" in output
-    assert "100 steps" in output
+    wanted = EstimateConfig(gpu="h100", target_length=LENGTH)
+    memory, time = estimate_tables(estimate_run(str(tmp_path), TrainConfig(steps=100), wanted))
+    assert "does NOT fit: try more GPUs, --sequence-parallel, --lora" in memory.caption
+    assert "100 steps" in [row[0] for row in time.rows]
 
 
-def test_weights_that_no_gpu_can_load_do_not_fit(tmp_path, capsys):
+def test_weights_that_no_gpu_can_load_do_not_fit(tmp_path):
     LlamaConfig(
         hidden_size=8192, intermediate_size=28_672, num_hidden_layers=80, num_attention_heads=64,
         num_key_value_heads=8, vocab_size=128_256, max_position_embeddings=8192,
     ).save_pretrained(tmp_path)  # fmt: skip
     wanted = EstimateConfig(gpus=256, target_length=LENGTH)
-    show_estimate(estimate_run(str(tmp_path), TrainConfig(sequence_parallel=8), wanted))
-    output = capsys.readouterr().out
-    assert "70.55B parameters" in output
-    assert "does NOT fit: each GPU first loads all weights in float32" in output
+    memory, _ = estimate_tables(estimate_run(str(tmp_path), TrainConfig(sequence_parallel=8), wanted))
+    assert "70.55B parameters" in memory.title
+    assert "does NOT fit: each GPU first loads all weights in float32" in memory.caption
 
 
 def test_known_gpus():

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from longrope2.console import show_table
+from longrope2.console import ConsoleTable
 from longrope2.data.config import PlanConfig, Source
 from longrope2.data.corpus import Corpus, Marks
 from longrope2.data.packing import Draw, Packed, Piece, Pieces
@@ -66,11 +66,11 @@ def composition(
     return report
 
 
-def show_composition(report: dict[str, Any]) -> None:
-    """Print a composition as tables on stdout."""
+def composition_tables(report: dict[str, Any]) -> tuple[ConsoleTable, ConsoleTable]:
+    """A composition by source, and by bucket."""
     labels = [bucket["bucket"] for bucket in report["buckets"]]
     by_cell = {(cell["source"], cell["bucket"]): cell for cell in report["cells"]}
-    show_table(
+    by_source = ConsoleTable(
         f"{report['rows']:,} rows of {report['target_length']:,} tokens: {report['tokens']:,} tokens, "
         f"{report['padding_share']:.2%} padding, {report['mark_tokens']:,} BOS and EOS",
         ["tokens from", *labels, "all", "documents", "truncated", "dropped", "unused"],
@@ -86,9 +86,9 @@ def show_composition(report: dict[str, Any]) -> None:
             ]
             for entry in report["sources"]
         ],
-        caption="documents are counted as placed, everything else in tokens\n",
+        "documents are counted as placed, everything else in tokens\n",
     )
-    show_table(
+    by_bucket = ConsoleTable(
         "buckets by document length in tokens",
         ["bucket", "rows as", "quota", "share", "rows", "wanted", "tokens", "padding"],
         [
@@ -105,6 +105,7 @@ def show_composition(report: dict[str, Any]) -> None:
             for bucket in report["buckets"]
         ],
     )
+    return by_source, by_bucket
 
 
 def _by_source(packed: Sequence[Packed], num_sources: int) -> list[list[Placed]]:

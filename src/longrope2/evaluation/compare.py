@@ -9,11 +9,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from longrope2.console import say, show_json, show_table, warn
+from longrope2.console import say, warn
 from longrope2.errors import DataError, LongRopeError, MissingExtraError, chosen
 from longrope2.evaluation.results import AVERAGE, RESULTS, SCORE, Measured, grid_misfit
 from longrope2.evaluation.suites import SUITES, suites_of
-from longrope2.evaluation.table import PERCENT, POINTS, ByName, ScoreRow, retention, suite_tables
+from longrope2.evaluation.table import PERCENT, POINTS, ByName, ScoreRow, markdown, retention, suite_tables
 from longrope2.figures import draw_by_length, draw_heatmaps
 from longrope2.files import write_json, write_text
 from longrope2.intervals import LARGEST_NLL, paired, student
@@ -57,25 +57,16 @@ def compare(places: Sequence[Path | str], *, base: str | None = None, against: s
         "differences": apart,
         "grids": {name: run["grids"] for name, run in zip(names, runs, strict=True) if run["grids"]},
         "tables": [asdict(table) for table in tables],
-        "markdown": "\n".join(table.markdown() for table in tables) + _remarks(names, runs),
+        "markdown": "\n".join(map(markdown, tables)) + _remarks(names, runs),
     }
 
 
-def run_compare(
-    places: Sequence[Path | str], output: Path | None, *, base: str | None, against: str | None, as_json: bool
-) -> None:
-    """`longrope2 compare`."""
-    result = compare(places, base=base, against=against)
-    if output is not None:
-        write_json(output / "compare.json", result)
-        write_text(output / "compare.md", result["markdown"])
-        drawn = draw_figures(result["scores"], result["grids"], output)
-        say(f"wrote {', '.join(['compare.md', 'compare.json', *drawn])} into {output}")
-    if as_json:
-        show_json(result)
-        return
-    for table in result["tables"]:
-        show_table(**table)
+def write_comparison(result: Mapping[str, Any], output: Path) -> None:
+    """Write a comparison as markdown and JSON, and draw its figures."""
+    write_json(output / "compare.json", result)
+    write_text(output / "compare.md", result["markdown"])
+    drawn = draw_figures(result["scores"], result["grids"], output)
+    say(f"wrote {', '.join(['compare.md', 'compare.json', *drawn])} into {output}")
 
 
 def _split(place: Path | str) -> tuple[str, Path]:

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from longrope2 import __version__, models
-from longrope2.console import say, show_table
+from longrope2.console import say
 from longrope2.distributed import World, world
 from longrope2.errors import LongRopeError, chosen
 from longrope2.evaluation.backend import ONE_SIDE, TorchBackend, VllmBackend
@@ -21,7 +21,6 @@ from longrope2.evaluation.engine import Backend, EvaluationEngine, EvaluationJou
 from longrope2.evaluation.results import RESULTS, digest
 from longrope2.evaluation.suite import Setup, Suite, SuiteOutcome, chat_frame
 from longrope2.evaluation.suites import SUITES
-from longrope2.evaluation.table import run_tables
 from longrope2.factors import RescaleFactors
 from longrope2.files import package_versions, write_json
 from longrope2.generation.saved import carries_factors, read_factors, with_origin
@@ -227,15 +226,6 @@ def _described(info: models.ModelInfo, factors: RescaleFactors | None) -> dict[s
         return None
     lengths = {"original_length": info.rope.original_length, "target_length": info.reading.window}
     return {"method": rescaled.method, **lengths, "critical_dimension": None}
-
-
-def show_evaluation(result: dict[str, Any], output: Path) -> None:
-    """Print the tables of an evaluation."""
-    for table in run_tables(result["scores"]):
-        show_table(f"{result['name']}: {table.title}", table.columns, table.rows, caption=table.caption)
-    for note in result["notes"]:
-        print(f"note: {note}")
-    say(f"wrote {output / RESULTS}; every answer is in {output / JOURNAL}")
 
 
 def _quiet(_: str) -> None:

@@ -1,9 +1,9 @@
 """Results as tables: of one evaluation by task, and of several as the paper lays them out, methods as rows."""
 
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from longrope2.console import ConsoleTable
 from longrope2.evaluation.results import AVERAGE
 from longrope2.evaluation.suite import Suite
 from longrope2.evaluation.suites import SUITES, suites_of
@@ -20,20 +20,11 @@ MOST_LISTED = 3
 """Tasks that a caption names before it only counts them."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Table:
-    """What a table is, before it is shown or written."""
-
-    title: str
-    columns: list[str]
-    rows: list[list[str]]
-    caption: str = ""
-
-    def markdown(self) -> str:
-        """As text with pipes."""
-        lines = [self.columns, ["---", *["---:"] * (len(self.columns) - 1)], *self.rows]
-        table = "\n".join(f"| {' | '.join(map(_in_a_cell, cells))} |" for cells in lines)
-        return f"**{self.title}**\n\n{table}\n" + (f"\n{self.caption}\n" if self.caption else "")
+def markdown(table: ConsoleTable) -> str:
+    """A table as text with pipes."""
+    lines = [table.columns, ["---", *["---:"] * (len(table.columns) - 1)], *table.rows]
+    text = "\n".join(f"| {' | '.join(map(_in_a_cell, cells))} |" for cells in lines)
+    return f"**{table.title}**\n\n{text}\n" + (f"\n{table.caption}\n" if table.caption else "")
 
 
 def _in_a_cell(text: str) -> str:
@@ -54,8 +45,8 @@ def cell(score: ScoreRow | None) -> str:
     return f"{value} ({score['low']:{sign}.{places}f}{to}{score['high']:{sign}.{places}f})"
 
 
-def run_tables(scores: Sequence[ScoreRow]) -> list[Table]:
-    """One evaluation: tasks as rows, lengths as columns."""
+def run_tables(name: str, scores: Sequence[ScoreRow]) -> list[ConsoleTable]:
+    """One evaluation, of that name: tasks as rows, lengths as columns."""
     tables = []
     for suite in suites_of(scores):
         own = [score for score in scores if score["suite"] == suite.name]
@@ -67,7 +58,7 @@ def run_tables(scores: Sequence[ScoreRow]) -> list[Table]:
             cells = [cell(found.get(length)) for length in (lengths or [None])]
             rows.append([_head(suite, task), _counts(found.values()), *cells])
         columns = ["task", "samples", *heads]
-        tables.append(Table(title=suite.title, columns=columns, rows=rows, caption=_unit(suite)))
+        tables.append(ConsoleTable(f"{name}: {suite.title}", columns, rows, _unit(suite)))
     return tables
 
 
@@ -91,7 +82,7 @@ def suite_tables(
     against: str | None = None,
     *,
     differing: Container[str] = (),
-) -> list[Table]:
+) -> list[ConsoleTable]:
     """Of scores; with `against` of differences to the row of that name. `differing`: where rows differ in questions."""
     own = {name: [score for score in scores if score["suite"] == suite.name] for name, scores in by_name.items()}
     own = {name: scores for name, scores in own.items() if scores}
@@ -132,7 +123,7 @@ def _kept(scores: Sequence[ScoreRow]) -> dict[str, float]:
     return {s["task"]: s["score"] for s in scores if s["suite"] in keeping and s["task"] != AVERAGE}
 
 
-def _by_length(title: str, own: ByName, task: str | None, caption: str, remark: str) -> Table:
+def _by_length(title: str, own: ByName, task: str | None, caption: str, remark: str) -> ConsoleTable:
     """A row for each method, a column for each length."""
     lengths = sorted({score["length"] for scores in own.values() for score in scores})
     rows: list[list[str]] = []
@@ -142,7 +133,7 @@ def _by_length(title: str, own: ByName, task: str | None, caption: str, remark: 
         shown += [score for score in found if score is not None]
         rows.append([name, *map(cell, found)])
     columns = ["Method", *map(length_label, lengths)]
-    return Table(title=title, columns=columns, rows=rows, caption=_caption(caption, shown) + remark)
+    return ConsoleTable(title, columns, rows, _caption(caption, shown) + remark)
 
 
 def _overall(scores: Sequence[ScoreRow], task: str | None) -> ScoreRow | None:
@@ -151,7 +142,7 @@ def _overall(scores: Sequence[ScoreRow], task: str | None) -> ScoreRow | None:
     return wanted[0] if wanted else (scores[0] if scores and task is None else None)
 
 
-def _by_task(suite: Suite, title: str, own: ByName, base: str | None, caption: str) -> Table:
+def _by_task(suite: Suite, title: str, own: ByName, base: str | None, caption: str) -> ConsoleTable:
     """A row for each method, a column for each task, the average first."""
     tasks = list(dict.fromkeys(score["task"] for scores in own.values() for score in scores))
     tasks.sort(key=lambda task: task != AVERAGE)
@@ -162,7 +153,7 @@ def _by_task(suite: Suite, title: str, own: ByName, base: str | None, caption: s
         row = [name, *(cell(found.get(task)) for task in tasks)]
         rows.append([*row, f"{kept[name]:.1f}%" if name in kept else "-"] if kept else row)
     averaged = {name: scores for name, scores in own.items() if any(score["task"] == AVERAGE for score in scores)}
-    return Table(
+    return ConsoleTable(
         title=title,
         columns=["Method", *(_head(suite, task) for task in tasks), *(["Retention"] if kept else [])],
         rows=rows,

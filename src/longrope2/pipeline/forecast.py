@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from longrope2 import ledger
-from longrope2.console import duration, show_table
+from longrope2.console import ConsoleTable, duration
 from longrope2.data.plan import read_plan
 from longrope2.errors import LongRopeError
 from longrope2.evaluation.config import EvaluationConfig, lengths_for
@@ -255,8 +255,8 @@ def _verify(setting: Setting, _: Step, shape: ModelShape, machine: Machine) -> N
     )
 
 
-def show(setting: Setting, plans: Mapping[str, Any]) -> None:
-    """Print a forecast."""
+def forecast_table(setting: Setting, plans: Mapping[str, Any]) -> ConsoleTable:
+    """A forecast, step by step."""
     rows = [
         [
             step["step"],
@@ -271,12 +271,10 @@ def show(setting: Setting, plans: Mapping[str, Any]) -> None:
     known = [step["seconds"] for step in plans["steps"] if step["seconds"] is not None]
     more = "" if len(known) == len(rows) else " and what is not known yet"
     recipe = setting.recipe
-    show_table(
+    return ConsoleTable(
         f"{recipe.model}, {setting.info.rope.original_length:,} → {recipe.target_length:,} tokens, in {setting.folder}",
         ["step", "state", "time", "memory GiB", "disk GiB", "note"],
         rows,
-        caption=f"together {duration(sum(known))}{more} on one {plans['machine']} "
+        f"together {duration(sum(known))}{more} on one {plans['machine']} "
         f"({plans['matmul_tflops']:,.3g} TFLOP/s in matrix products); estimates",
     )
-    for note in plans["notes"]:
-        print(note)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from longrope2 import ledger
-from longrope2.console import duration, say, show_json, show_table, warn
+from longrope2.console import ConsoleTable, duration, say, show_json, show_table, warn
 from longrope2.distributed import world
 from longrope2.errors import LongRopeError, chosen
 from longrope2.files import package_versions
@@ -63,10 +63,15 @@ def run_extend(model: str | None, output: Path, *, dry_run: bool, as_json: bool,
     """`longrope2 extend`: run, or print what would be done."""
     job = Job(model, output, **options)
     if dry_run:
-        from longrope2.pipeline.forecast import forecast, show
+        from longrope2.pipeline.forecast import forecast, forecast_table
 
         plans = {**forecast(job.setting, job.steps, job.reasons()), "notes": job.notes}
-        show_json(plans) if as_json else show(job.setting, plans)
+        if as_json:
+            show_json(plans)
+            return
+        show_table(forecast_table(job.setting, plans))
+        for note in job.notes:
+            print(note)
         return
     job.run()
     if not _is_main():
@@ -76,7 +81,7 @@ def run_extend(model: str | None, output: Path, *, dry_run: bool, as_json: bool,
         show_json(result)
     else:
         if summary.rows:
-            show_table(summary.title, summary.columns, summary.rows, caption=summary.caption)
+            show_table(ConsoleTable(summary.title, summary.columns, summary.rows, summary.caption))
         if result["report"]:
             print(f"report: {result['report']}")
     if not result["report"] and (output / ledger.PAGE).exists():

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import webbrowser
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from longrope2 import __version__, figures, ledger
-from longrope2.console import duration, say, warn
+from longrope2.console import duration, warn
 from longrope2.errors import MissingExtraError
 from longrope2.evaluation.suites import summarised
 from longrope2.export.engines import guidance
@@ -22,14 +21,6 @@ from longrope2.report.gather import gather
 from longrope2.report.summary import Summary, label, summarise
 
 Data = Mapping[str, Any]
-
-
-def run_report(folder: Path, *, open_page: bool) -> None:
-    """`longrope2 report`."""
-    path = write_report(folder)
-    say(f"wrote {path}")
-    if open_page and not webbrowser.open(path.absolute().as_uri()):
-        warn("no browser was found to open it with")
 
 
 def write_report(folder: Path) -> Path:

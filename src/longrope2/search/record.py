@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from longrope2.console import show_table, warn
+from longrope2.console import ConsoleTable, warn
 from longrope2.errors import MissingExtraError
 from longrope2.factors import RescaleFactors
 from longrope2.figures import draw_convergence, draw_factors
@@ -60,8 +60,8 @@ def write_search(output: Path, factors: RescaleFactors, record: SearchRecord) ->
         warn(str(error))
 
 
-def show_search(output: Path, factors: RescaleFactors, record: SearchRecord) -> None:
-    """Print what was found beside every closed form."""
+def search_table(output: Path, factors: RescaleFactors, record: SearchRecord) -> ConsoleTable:
+    """What was found, beside every closed form."""
     scores = {(row.method, row.part): row for row in record.scores}
     parts = [part for part in (IN_SAMPLE, HELD_OUT) if (SEARCHED, part) in scores]
 
@@ -79,11 +79,11 @@ def show_search(output: Path, factors: RescaleFactors, record: SearchRecord) -> 
         rows.append(row)
     counts = ", ".join(f"{scores[SEARCHED, part].documents} {part}" for part in parts)
     guess = f"; guessing digits has {record.chance:.3g}" if needle else ""
-    show_table(
+    return ConsoleTable(
         f"{record.config['objective']} perplexity at {factors.target_length:,} tokens, documents: {counts}{guess}",
         ["method", "d_rcd", *(column for part in parts for column in (part, *(["exact"] if needle else [])))],
         rows,
-        caption=f"{record.document_evaluations:,} document evaluations of "
+        f"{record.document_evaluations:,} document evaluations of "
         f"{record.exhaustive_evaluations:,} without racing; factors in {output / FACTORS}",
     )
 

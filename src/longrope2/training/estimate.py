@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from longrope2.console import duration, show_table
+from longrope2.console import ConsoleTable, duration
 from longrope2.data.config import PlanConfig
 from longrope2.data.plan import Plan, read_plan
 from longrope2.errors import LongRopeError
@@ -354,16 +354,16 @@ def _assumptions(shape: ModelShape, work: Work, chip: Gpu, gpus: int, *, recompu
     return [*found, *([work.assumption] if work.assumption else [])]
 
 
-def show_estimate(result: Mapping[str, Any]) -> None:
-    """Print an estimate as tables."""
+def estimate_tables(result: Mapping[str, Any]) -> tuple[ConsoleTable, ConsoleTable]:
+    """The memory and the time of an estimate."""
     memory = [[name, f"{size:,.1f}"] for name, size in result["memory_gib"].items()]
     verdict = "fits" if result["fits"] else f"does NOT fit: {_way_out(result)}"
-    show_table(
+    held = ConsoleTable(
         f"memory of each of {result['gpus']} × {result['gpu']}, rows of {result['length']:,} tokens, "
         f"{result['parameters'] / 1e9:,.2f}B parameters ({result['trained_parameters'] / 1e9:,.3f}B trained)",
         ["what", "GiB"],
         [*memory, ["together", f"{result['memory_total_gib']:,.1f}"]],
-        caption=f"{result['memory_available_gib']:,.0f} GiB can be used: {verdict}",
+        f"{result['memory_available_gib']:,.0f} GiB can be used: {verdict}",
     )
     rows = [
         ["seconds a step", f"{result['seconds_per_step']:,.1f}"],
@@ -376,12 +376,8 @@ def show_estimate(result: Mapping[str, Any]) -> None:
             [f"{result['steps']:,} steps", duration(result["seconds"])],
             ["GPU hours", f"{result['gpu_hours']:,.1f}"],
         ]
-    show_table(
-        f"time, {result['batch_rows']} rows a step",
-        ["what", "value"],
-        rows,
-        caption="assumed: " + "; ".join(result["assumptions"]),
-    )
+    assumed = "assumed: " + "; ".join(result["assumptions"])
+    return held, ConsoleTable(f"time, {result['batch_rows']} rows a step", ["what", "value"], rows, assumed)
 
 
 def _way_out(result: Mapping[str, Any]) -> str:

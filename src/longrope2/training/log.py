@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longrope2.console import ProgressLine, say, show_table
+from longrope2.console import ConsoleTable, ProgressLine, say
 from longrope2.errors import MissingExtraError
 from longrope2.files import write_text
 from longrope2.records import NeedleLine, RecordError, TrainingRecord, parse
@@ -27,8 +27,8 @@ STEP = {"step": int, "loss": float, "tokens": int, "seconds": float}
 """What the log has of every step; besides, the losses of the kinds of rows that it had."""
 
 
-def show_record(record: TrainingRecord, folder: Path) -> None:
-    """Print a record as a table; the model is in `folder`."""
+def training_table(record: TrainingRecord, folder: Path) -> ConsoleTable:
+    """How far a training came; the model is in `folder`."""
     rows = []
     if record.losses:
         first, last = record.losses["first"], record.losses["last"]
@@ -45,11 +45,11 @@ def show_record(record: TrainingRecord, folder: Path) -> None:
             for line in (record.needles["first"], record.needles["last"])
         )
         rows += [[name, f"{before[name]:.0%}" if name in before else "-", f"{after[name]:.0%}"] for name in after]
-    show_table(
+    return ConsoleTable(
         f"{record.steps:,} steps, {record.tokens:,} tokens, {record.seconds:,.0f} s",
         ["", "first", "last"],
         rows,
-        caption=f"the model is in {folder}",
+        f"the model is in {folder}",
     )
 
 
