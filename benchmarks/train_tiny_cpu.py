@@ -14,6 +14,7 @@ import torch.nn.functional as F  # noqa: N812
 from common import arguments, report
 from transformers import AutoModelForCausalLM
 
+from longrope2 import train
 from longrope2.data.corpus import open_corpus
 from longrope2.data.plan import Plan, plan_documents
 from longrope2.factors import RescaleFactors
@@ -23,7 +24,7 @@ from longrope2.training.config import TrainConfig
 from longrope2.training.log import LOG, read_log
 from longrope2.training.loop import PlanRows, make_optimizer
 from longrope2.training.mixed import Batch
-from longrope2.training.train import MODEL, train
+from longrope2.training.train import MODEL
 
 LENGTH, ROWS, STEPS, PEER_STEPS, LEARNING_RATE = 4096, 2, 60, 6, 1e-4
 LIMIT_SECONDS = 300

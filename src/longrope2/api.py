@@ -1,11 +1,11 @@
 """The Python interface: each command as a function that takes and returns values, and prints nothing on stdout."""
 
-import contextlib
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from longrope2.distributed import world
+from longrope2.evaluation.config import evaluation_config
 from longrope2.evaluation.evaluate import BackendName, run_evaluation
 from longrope2.export.config import ExportConfig
 from longrope2.export.export import export
@@ -15,6 +15,7 @@ from longrope2.options import build
 from longrope2.search.config import search_config
 from longrope2.search.run import run_search
 from longrope2.training import train as training
+from longrope2.training.config import train_config
 
 
 def rescale(
@@ -45,7 +46,8 @@ def search_factors(
     """
     info = model if isinstance(model, ModelInfo) else describe(model)
     config = search_config(target_length=target_length, **options)
-    return run_search(info, config, _path(output), extend_again=extend_again).factors
+    with world() as here:
+        return run_search(info, config, _path(output), here, extend_again=extend_again).factors
 
 
 def train(
@@ -54,7 +56,9 @@ def train(
     plan: str | Path,
     output: str | Path,
     *,
+    original_length: int | None = None,
     cache: str | Path | None = None,
+    wandb: str | None = None,
     **options: Any,
 ) -> Path:
     """Train with both RoPEs on a plan of `longrope2 data plan`; returns the folder of the trained model.
@@ -62,9 +66,20 @@ def train(
     Options are those of `longrope2 train`, underscores for dashes; `--compile` is `compiled=True`. The same call
     resumes after an interruption.
     """
-    output = Path(output)
-    training.train(str(model), factors=factors, plan=Path(plan), output=output, cache=_path(cache), **options)
-    return output / training.MODEL
+    config = train_config(**options)
+    with world() as here:
+        training.train(
+            str(model),
+            config,
+            Path(output),
+            here,
+            factors=factors,
+            plan=Path(plan),
+            original_length=original_length,
+            cache=_path(cache),
+            wandb=wandb,
+        )
+    return Path(output) / training.MODEL
 
 
 def evaluate(
@@ -85,18 +100,19 @@ def evaluate(
     Without factors it runs as its config says. Options are those of `longrope2 evaluate`: `lengths`, `samples`,
     `tasks`, `data`, `books`, … The same call resumes after an interruption.
     """
-    with contextlib.redirect_stdout(sys.stderr):  # libraries that score short tasks print there
+    config = evaluation_config(suites=tuple(suites), **options)
+    with world() as here:
         return run_evaluation(
             str(model),
+            config,
             Path(output),
-            suites=tuple(suites),
+            here,
             factors=factors,
-            backend_name=backend,
+            backend=backend,
             switch_length=switch_length,
             original_length=original_length,
             name=name,
             cache=_path(cache),
-            **options,
         )
 
 

@@ -23,9 +23,9 @@ from longrope2 import __version__
 from longrope2.calibration.config import CalibrationConfig
 from longrope2.console import ConsoleTable, say, show_json, show_table, warn
 from longrope2.data.config import Mix, RecallConfig
-from longrope2.distributed import is_main_process, wait_to_speak
+from longrope2.distributed import is_main_process, wait_to_speak, world
 from longrope2.errors import LongRopeError
-from longrope2.evaluation.config import EvaluationConfig
+from longrope2.evaluation.config import EvaluationConfig, evaluation_config
 from longrope2.export.config import ExportConfig, VerifyConfig
 from longrope2.generation.config import GenerateConfig
 from longrope2.malloc import keep_freed_memory
@@ -320,15 +320,15 @@ def search(
     Run the same command again after an interruption to continue. On several GPUs:
     torchrun --nproc-per-node 8 -m longrope2 search …
     """
-    with _resumable():
+    with _resumable(), world() as here:
         from longrope2.models import describe
         from longrope2.search.record import search_table
         from longrope2.search.run import run_search
 
-        config = search_config(**options)
-        found = run_search(describe(model, original_length=original_length), config, output, extend_again=extend_again)
-        if is_main_process():
-            _show(found.record.to_json(), search_table(output, *found), as_json=as_json)
+        info, config = describe(model, original_length=original_length), search_config(**options)
+        found = run_search(info, config, output, here, extend_again=extend_again)
+    if here.is_main:
+        _show(found.record.to_json(), search_table(output, *found), as_json=as_json)
 
 
 @cli.command()
@@ -457,21 +457,22 @@ def train(
     if factors is None or plan is None or output is None:
         given = {"--factors": factors, "--plan": plan, "--output": output}
         raise click.UsageError(f"missing: {', '.join(name for name, path in given.items() if path is None)}")
-    with _resumable():
+    with _resumable(), world() as here:
         from longrope2.training.log import training_table
         from longrope2.training.train import MODEL, train
 
         record = train(
             model,
+            train_config(**options),
+            output,
+            here,
             factors=factors,
             plan=plan,
-            output=output,
             original_length=original_length,
             cache=cache,
             wandb=wandb,
-            **options,
         )
-    if is_main_process():
+    if here.is_main:
         _show(record.to_json(), training_table(record, output / MODEL), as_json=as_json)
 
 
@@ -495,7 +496,6 @@ class Evaluate(click.Command):
 @options_of(EvaluationConfig)
 @option(
     "--backend",
-    "backend_name",
     type=Choice(["torch", "vllm"]),
     default="torch",
     help="vllm: faster, one side of the switch for all lengths.",
@@ -505,7 +505,18 @@ class Evaluate(click.Command):
 @option("--name", metavar="NAME", help="Row label in `longrope2 compare`; default: the method.")
 @original_option
 @json_option
-def evaluate(model: str, output: Path, as_json: bool, **options: Any) -> None:
+def evaluate(
+    model: str,
+    output: Path,
+    factors: Path | None,
+    backend: Any,
+    switch_length: int | None,
+    cache: Path | None,
+    name: str | None,
+    original_length: int | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
     """Measure a model: RULER, needles, perplexity, short tasks.
 
     Suites: {suites}.
@@ -513,13 +524,24 @@ def evaluate(model: str, output: Path, as_json: bool, **options: Any) -> None:
     Run the same command again after an interruption to continue. On several GPUs:
     torchrun --nproc-per-node 8 -m longrope2 evaluate …
     """
-    with _resumable():
+    with _resumable(), world() as here:
         from longrope2.evaluation.evaluate import JOURNAL, run_evaluation
         from longrope2.evaluation.results import RESULTS
         from longrope2.evaluation.table import run_tables
 
-        result = run_evaluation(model, output, **options)
-    if is_main_process():
+        result = run_evaluation(
+            model,
+            evaluation_config(**options),
+            output,
+            here,
+            factors=factors,
+            backend=backend,
+            switch_length=switch_length,
+            cache=cache,
+            name=name,
+            original_length=original_length,
+        )
+    if here.is_main:
         notes = [f"note: {note}" for note in result["notes"]]
         _show(result, *run_tables(result["name"], result["scores"]), lines=notes, as_json=as_json)
         if not as_json:

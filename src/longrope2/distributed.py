@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +48,15 @@ class World:
         """Whether this process writes files and talks to the user."""
         return self.process == 0
 
+    def groups_of(self, size: int) -> "World":
+        """The same processes, `size` of them in each group."""
+        if size < 1 or self.num_processes % size:
+            raise LongRopeError(
+                f"{self.num_processes} processes cannot form groups of {size}",
+                hint=f"start with: torchrun --nproc-per-node {max(size, 1)} -m longrope2 …",
+            )
+        return replace(self, group_size=size)
+
     def device(self) -> "torch.device":
         """The device of this process."""
         import torch
@@ -82,15 +91,10 @@ class World:
 
 
 @contextmanager
-def world(*, group_size: int = 1) -> Iterator[World]:
+def world() -> Iterator[World]:
     """Join the processes that torchrun started; may be used again and again."""
     process, count, local = _place()
-    here = World(process=process, num_processes=max(count, 1), local_process=local, group_size=group_size)
-    if group_size < 1 or here.num_processes % group_size:
-        raise LongRopeError(
-            f"{here.num_processes} processes cannot form groups of {group_size}",
-            hint=f"start with: torchrun --nproc-per-node {max(group_size, 1)} -m longrope2 …",
-        )
+    here = World(process=process, num_processes=max(count, 1), local_process=local)
     if here.num_processes == 1:
         yield here
         return

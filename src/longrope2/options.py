@@ -148,10 +148,12 @@ def wrong_entries(subject: str, table: Mapping[str, Any], hints: Mapping[str, An
 def build(kind: type[Config], subject: str, values: Mapping[str, Any]) -> Config:
     """A config from plain values, as command line, recipes and Python give them; refuses unknown names.
 
-    A list stands for a tuple, a path for its text. Types and limits are the config's own to check.
+    A list stands for a tuple, a path for its text, None for the default. Types and limits are the config's own to
+    check.
     """
     known = {entry.name: entry for entry in stated(kind)}
     wrong = [unknown(name, known) for name in values if name not in known]
+    values = {name: value for name, value in values.items() if value is not None}
     missing = [name for name in required(kind) if name not in values]
     if wrong or missing:
         hint = f"there are {', '.join(known)}" if wrong else f"give {', '.join(known[name].flag for name in missing)}"

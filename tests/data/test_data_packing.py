@@ -1,5 +1,6 @@
 """Plans: rows of exact length, documents whole and never used twice, quotas kept, everything accounted for."""
 
+import hashlib
 import json
 from collections import Counter
 from itertools import pairwise
@@ -383,13 +384,14 @@ def test_too_few_documents_for_one_row():
 @pytest.fixture
 def saved(tmp_path):
     plan, _ = plan_of([10] * 60 + [30] * 60 + [80] * 60)
-    plan.save(tmp_path / "plan.jsonl")
-    return plan, tmp_path / "plan.jsonl"
+    return plan.save(tmp_path / "plan.jsonl"), tmp_path / "plan.jsonl"
 
 
 def test_a_plan_is_read_back(saved):
     plan, path = saved
     assert read_plan(path) == plan
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    assert read_plan(path).fingerprint == plan.fingerprint == f"sha256:{digest[:16]}"
     header = json.loads(path.read_text().splitlines()[0])
     assert header["config"]["seed"] == 0
     assert header["versions"]["longrope2"]

@@ -20,7 +20,8 @@ DOCS = Path(__file__).parents[2] / "docs" / "evaluation.md"
 
 
 def run(setup, engine) -> SuiteOutcome:
-    """Every other answer is right, whatever the model."""
+    """Every other answer is right, whatever the model; as some libraries do, it prints on stdout."""
+    print("a riddle")
     scores = [float(index % 2 == 0) for index in range(setup.samples or 10)]
     return SuiteOutcome(
         measured=with_averages(
@@ -76,6 +77,7 @@ def test_in_the_tables_of_evaluate_and_compare(tmp_path, monkeypatch, capsys):
     assert "original: Riddles of the Sphinx" in shown
     assert "Hard ones" in shown
     assert "50.0 (23.7–76.3)" in shown
+    assert "a riddle" not in shown
     shown = command(monkeypatch, capsys, "compare", tmp_path / "run", f"b={tmp_path / 'run'}", "--against", "b")
     assert "Riddles of the Sphinx\n" in shown
     assert "Riddles of the Sphinx, against b" in shown

@@ -337,7 +337,7 @@ def test_a_run_removed_while_a_step_is_at_work_ends_with_a_message(then, told, t
             for name in (ledger.FACTORS, ledger.SEARCH):
                 (tmp_path / "r" / name).write_text("{}")
 
-    monkeypatch.setattr(steps, "search", removed)
+    monkeypatch.setattr(steps, "run_search", removed)
     with pytest.raises(LongRopeError, match=told):
         extend("tiny", tmp_path / "r", target_length=512, stages=["search"])
 

@@ -799,11 +799,11 @@ def test_one_process_gathers_from_itself():
         assert here.device().type == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def test_processes_that_do_not_divide_into_groups_are_refused(monkeypatch):
-    for name, value in {"RANK": "0", "WORLD_SIZE": "6", "LOCAL_RANK": "0"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(LongRopeError, match="6 processes cannot form groups of 4"), world(group_size=4):
-        pytest.fail("never reached")
+def test_processes_that_do_not_divide_into_groups_are_refused():
+    here = World(process=5, num_processes=6, local_process=5)
+    assert (here.groups_of(3).rank, here.groups_of(3).size) == (1, 2)
+    with pytest.raises(LongRopeError, match="6 processes cannot form groups of 4"):
+        here.groups_of(4)
 
 
 # What may go wrong

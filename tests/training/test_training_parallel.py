@@ -28,7 +28,8 @@ from longrope2.distributed import world
 from test_training_parallel import run_here
 
 for group in (1, 2):
-    with world(group_size=group) as here:
+    with world() as all_processes:
+        here = all_processes.groups_of(group)
         folder = Path(sys.argv[1]) / str(group)
         results = run_here(folder, sys.argv[2], here)
         if here.is_main:

@@ -12,11 +12,11 @@ import torch
 from transformers import AutoTokenizer
 
 from conftest import family_model
+from longrope2 import train
 from longrope2.data.plan import plan_documents
 from longrope2.models import ASSETS, describe, rescale_model
 from longrope2.needles import NOUNS
 from longrope2.training.log import LOG, read_log
-from longrope2.training.train import train
 
 WINDOW, TARGET = 64, 128
 WORDS = "the old man went down to the sea and saw a ship that came from far away".split()  # noqa: SIM905
@@ -62,8 +62,7 @@ class Sample:
 
     def run(self, output: Path, **options) -> Path:
         """Train in this process; returns the folder of the model."""
-        train(str(self.model), **self.arguments(output, **options))
-        return output / "model"
+        return train(self.model, **self.arguments(output, **options))
 
     def command(self, output: Path, *, processes: int = 1, **options) -> list[str]:
         """The same as a command line."""

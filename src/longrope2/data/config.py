@@ -312,9 +312,8 @@ class RecallConfig:
 
 
 def mix_of(values: Mapping[str, Any], *, original_length: int) -> Mix:
-    """A mix from options, as command line, file and recipe give them; None stands for the default."""
-    given = {name: value for name, value in values.items() if value is not None}
-    return build(Mix, "plan", {**given, "original_length": original_length})
+    """A mix from options, as command line and file give them."""
+    return build(Mix, "plan", {**values, "original_length": original_length})
 
 
 def read_mix(path: Path) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """The plan: row by row, which spans of which documents stand where; one JSON line each."""
 
+import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,8 @@ class Plan:
     """One `DocumentSpan` per line, as an array: a plan of 10 billion tokens has millions."""
     report: dict[str, Any]
     """The composition at the time of planning, with warnings."""
+    fingerprint: str = ""
+    """Of its file; empty as long as there is none."""
 
     def __len__(self) -> int:
         return len(self.bucket_of_row)
@@ -94,19 +97,24 @@ class Plan:
             "report": self.report,
         }
 
-    def save(self, path: Path) -> None:
-        """Write the plan: a header line, then a line for each row."""
-        with atomic_path(path) as temporary, temporary.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(self.header(), ensure_ascii=False, allow_nan=False) + "\n")
-            for row in self:
-                # Kind and bucket in words too: people read plans.
-                line = {
-                    "kind": row.kind,
-                    "bucket": self.config.buckets[row.bucket].label,
-                    "padding": row.padding,
-                    "spans": row.spans,
-                }
-                file.write(json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n")
+    def save(self, path: Path) -> "Plan":
+        """Write the plan, a line for each row after the header; returns it with the fingerprint of the file."""
+        hashed = hashlib.sha256()
+        with atomic_path(path) as temporary, temporary.open("wb") as file:
+            file.writelines(_hashing(self._lines(), hashed))
+        return replace(self, fingerprint=_fingerprint(hashed))
+
+    def _lines(self) -> Iterator[bytes]:
+        yield json.dumps(self.header(), ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        for row in self:
+            # Kind and bucket in words too: people read plans.
+            line = {
+                "kind": row.kind,
+                "bucket": self.config.buckets[row.bucket].label,
+                "padding": row.padding,
+                "spans": row.spans,
+            }
+            yield json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
 
 
 def plan_documents(
@@ -133,7 +141,7 @@ def write_plan(info: ModelInfo, mix: Mix, output: Path, cache: Path | None = Non
     cache = cache or default_cache()
     corpora = [tokenise(source, tokenizer, cache) for source in mix.sources]
     plan = make_plan(mix, corpora, marks=marks, tokenizer=tokenizer_fingerprint(tokenizer))
-    plan.save(output)
+    plan = plan.save(output)
     for warning in plan.report["warnings"]:
         warn(warning)
     say(f"wrote {output}: {len(plan):,} rows; tokenised sources in {cache}")
@@ -245,14 +253,27 @@ def _check_any_piece(pieces: Sequence[Pieces], config: PlanConfig) -> None:
 
 def read_plan(path: Path) -> Plan:
     """Read a plan back; a file that is not a plan, has another version, or is cut off or damaged is refused."""
+    hashed = hashlib.sha256()
     try:
-        with path.open("rb") as lines:
-            header = _header(path, next(lines, b""))
-            return _read_rows(path, header, lines)
+        with path.open("rb") as file:
+            lines = _hashing(file, hashed)
+            plan = _read_rows(path, _header(path, next(lines, b"")), lines)
+            return replace(plan, fingerprint=_fingerprint(hashed))
     except OSError as error:
         raise DataError(
             f"{path}: cannot be read ({error.strerror})", hint="`longrope2 data plan` makes a plan"
         ) from error
+
+
+def _hashing(lines: Iterable[bytes], hashed: Any) -> Iterator[bytes]:
+    """The same lines, each of which goes into a hash."""
+    for line in lines:
+        hashed.update(line)
+        yield line
+
+
+def _fingerprint(hashed: Any) -> str:
+    return f"sha256:{hashed.hexdigest()[:16]}"
 
 
 def _header(path: Path, line: bytes) -> dict[str, Any]:

@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from longrope2.books import read_books
 from longrope2.errors import LongRopeError, all_problems, chosen
-from longrope2.options import Length, broken_limits, option, wrong_types
+from longrope2.options import Length, broken_limits, build, option, wrong_types
 
 SHORTEST = 4096
 LARGEST_SEED = 2**32 - 1
@@ -72,6 +73,11 @@ class EvaluationConfig:
         if not owners:
             chosen("task", [task], [known for name in self.suites for known in SUITES[name].tasks])
         return owners[0]
+
+
+def evaluation_config(**options: Any) -> EvaluationConfig:
+    """A configuration from options, as command line and Python give them."""
+    return build(EvaluationConfig, "evaluation options", options)
 
 
 def lengths_for(config: EvaluationConfig, window: int) -> tuple[int, ...]:

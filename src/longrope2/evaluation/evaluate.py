@@ -1,8 +1,9 @@
 """`longrope2 evaluate`: a model and suites in, a table and a folder out."""
 
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, redirect_stdout
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 
 from longrope2 import __version__, models
 from longrope2.console import say
-from longrope2.distributed import World, world
+from longrope2.distributed import World
 from longrope2.errors import LongRopeError, chosen
 from longrope2.evaluation.backend import ONE_SIDE, TorchBackend, VllmBackend
 from longrope2.evaluation.compare import draw_figures
@@ -81,18 +82,18 @@ def evaluate(
 
 def run_evaluation(
     model: str,
+    config: EvaluationConfig,
     output: Path,
+    here: World,
     *,
-    factors: RescaleFactors | str | Path | None,
-    original_length: int | None,
-    switch_length: int | None,
-    backend_name: BackendName,
-    name: str | None,
-    cache: Path | None,
-    **options: Any,
+    factors: RescaleFactors | str | Path | None = None,
+    original_length: int | None = None,
+    switch_length: int | None = None,
+    backend: BackendName = "torch",
+    name: str | None = None,
+    cache: Path | None = None,
 ) -> dict[str, Any]:
     """Run or resume an evaluation into `output`; returns the content of results.json, on every process."""
-    config = EvaluationConfig(**{key: value for key, value in options.items() if value is not None})
     info = models.describe(model, original_length=original_length)
     file = None if isinstance(factors, RescaleFactors) else factors
     if factors is not None:
@@ -101,26 +102,27 @@ def run_evaluation(
     elif original_length is not None:
         _refuse_another_length(info)
     window = info.reading.window if factors is None else factors.target_length
-    _check(config, info, factors, window, switch_length, backend_name)
+    _check(config, info, factors, window, switch_length, backend)
     described = _described(info, factors)
     started = time.monotonic()
-    with world() as here, _folder(output if here.is_main else None, beside=file).check().alone():
-        backend, facts = _backend(info, factors, window, switch_length, backend_name, here)
+    alone = _folder(output if here.is_main else None, beside=file).check().alone()
+    with alone, redirect_stdout(sys.stderr):  # where vLLM and the harness of short tasks print
+        engine, facts = _backend(info, factors, window, switch_length, backend, here)
         header = {
             "version": __version__,
             "model": info.name,
             "revision": info.revision,
             "weights": models.weights_fingerprint(info),
-            "backend": backend_name,
+            "backend": backend,
             **facts,
         }
         with closing(EvaluationJournal(output / JOURNAL if here.is_main else None, header)) as journal:
-            outcomes = evaluate(backend, config, journal, here, cache=cache or output / SAMPLES)
+            outcomes = evaluate(engine, config, journal, here, cache=cache or output / SAMPLES)
         if not here.is_main:
             found: dict[str, Any] = here.gather_all(None)[0]
             return found
         notes = [note for outcome in outcomes.values() for note in outcome.notes]
-        if isinstance(backend, VllmBackend) and info.reading.rescaled is not None:
+        if isinstance(engine, VllmBackend) and info.reading.rescaled is not None:
             notes.append(ONE_SIDE)
         result = {
             "name": name or (described["method"] if described else "original"),

@@ -23,15 +23,15 @@ from longrope2.export.export import export
 from longrope2.export.verify import verify
 from longrope2.figures import length_label
 from longrope2.files import write_json, write_text
-from longrope2.models import ModelInfo, load, load_tokenizer, rescale_model, weights_fingerprint
+from longrope2.models import ModelInfo, load_tokenizer, rescale_model, weights_fingerprint
 from longrope2.options import identity, stated
 from longrope2.pipeline.recipe import RECALL, Recipe
 from longrope2.report.gather import gather
 from longrope2.report.page import write_report
 from longrope2.report.summary import summarise
 from longrope2.search.config import SearchConfig, search_config
-from longrope2.search.run import search
-from longrope2.training.config import TrainConfig
+from longrope2.search.run import run_search
+from longrope2.training.config import TrainConfig, train_config
 from longrope2.training.train import train
 
 DATA_PATHS = ("data", "books")
@@ -132,9 +132,8 @@ def _search_step(setting: Setting) -> Step:
     config = recipe_search(setting.recipe)
 
     def work() -> None:
-        with world(group_size=config.tensor_parallel) as here:
-            loaded = load(setting.info, device=here.device(), tensor_parallel=config.tensor_parallel)
-            search(loaded, config, setting.folder / "search", here)
+        with world() as here:
+            run_search(setting.info, config, setting.folder / "search", here, extend_again=setting.recipe.extend_again)
 
     options = by_content(identity(config), "books")
     outputs = (ledger.FACTORS, ledger.SEARCH)
@@ -199,15 +198,17 @@ def _train_step(setting: Setting) -> Step:
     recipe = setting.recipe
 
     def work() -> None:
-        train(
-            setting.info.name,
-            factors=setting.folder / ledger.FACTORS,
-            plan=setting.folder / ledger.PLAN,
-            output=setting.folder / ledger.TRAIN,
-            original_length=recipe.original_length,
-            cache=setting.cache,
-            **recipe.train,
-        )
+        with world() as here:
+            train(
+                setting.info.name,
+                train_config(**recipe.train),
+                setting.folder / ledger.TRAIN,
+                here,
+                factors=setting.folder / ledger.FACTORS,
+                plan=setting.folder / ledger.PLAN,
+                original_length=recipe.original_length,
+                cache=setting.cache,
+            )
 
     elastic = {entry.name for entry in stated(TrainConfig) if entry.option.elastic}
     options = {name: value for name, value in recipe.train.items() if name not in elastic}
@@ -263,18 +264,17 @@ def _evaluate(setting: Setting, method: str, output: Path, table: Mapping[str, A
             here.gather_all(None)
     # The same for all, or the base would be measured within its own window only, and its perplexity on other texts.
     lengths = table.get("lengths") or lengths_for(EvaluationConfig(**table), recipe.target_length)
-    run_evaluation(
-        model,
-        output,
-        factors=factors,
-        original_length=None if factors is None else recipe.original_length,  # a model as it is has its own
-        switch_length=None,
-        backend_name="torch",
-        name=method,
-        cache=setting.folder / ledger.EVALUATE / "samples",
-        beyond_window=method == ledger.BASE,
-        **{**table, "lengths": lengths},
-    )
+    with world() as here:
+        run_evaluation(
+            model,
+            EvaluationConfig(**{**table, "lengths": lengths}, beyond_window=method == ledger.BASE),
+            output,
+            here,
+            factors=factors,
+            original_length=None if factors is None else recipe.original_length,  # a model as it is has its own
+            name=method,
+            cache=setting.folder / ledger.EVALUATE / "samples",
+        )
 
 
 def _export_step(setting: Setting, model: str, evaluations: tuple[str, ...]) -> Step:

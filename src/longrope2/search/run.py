@@ -14,7 +14,7 @@ import torch
 from longrope2 import __version__
 from longrope2.books import read_books
 from longrope2.console import ProgressLine, say, warn
-from longrope2.distributed import World, world
+from longrope2.distributed import World
 from longrope2.errors import LongRopeError
 from longrope2.factors import RescaleFactors
 from longrope2.files import package_versions
@@ -243,14 +243,16 @@ def _run_stages(
     return outcomes
 
 
-def run_search(info: ModelInfo, config: SearchConfig, output: Path | None, *, extend_again: bool) -> Searched:
+def run_search(
+    info: ModelInfo, config: SearchConfig, output: Path | None, here: World, *, extend_again: bool
+) -> Searched:
     """Check everything, then load the model and search, into `output` unless it is None."""
     info.refuse_rescaled(extend_again=extend_again)
     check(config, info.rope)  # before an 8B model is loaded for nothing
-    with world(group_size=config.tensor_parallel) as here:
-        run_folder(output if here.is_main else None).check()
-        loaded = load(info, device=here.device(), tensor_parallel=config.tensor_parallel)
-        return search(loaded, config, output, here)
+    here = here.groups_of(config.tensor_parallel)
+    run_folder(output if here.is_main else None).check()
+    loaded = load(info, device=here.device(), tensor_parallel=config.tensor_parallel)
+    return search(loaded, config, output, here)
 
 
 def _space(config: SearchConfig, baseline: RescaleFactors, length: int) -> SearchSpace:

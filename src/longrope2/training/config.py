@@ -133,9 +133,8 @@ class EstimateConfig:
 
 
 def train_config(**options: Any) -> TrainConfig:
-    """A configuration from options, as command line, recipes and Python give them; None stands for the default."""
-    given = {name: value for name, value in options.items() if value is not None}
-    return build(TrainConfig, "training options", given)
+    """A configuration from options, as command line, recipes and Python give them."""
+    return build(TrainConfig, "training options", options)
 
 
 def cannot_start(problems: list[str]) -> LongRopeError:

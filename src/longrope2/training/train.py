@@ -22,7 +22,7 @@ from longrope2.console import say, warn
 from longrope2.data.corpus import Corpus, open_corpus, tokenizer_fingerprint
 from longrope2.data.loader import RowLoader
 from longrope2.data.plan import Plan, read_plan
-from longrope2.distributed import World, world
+from longrope2.distributed import World
 from longrope2.errors import DataError, LongRopeError, all_problems, require
 from longrope2.factors import RescaleFactors
 from longrope2.files import atomic_folder, package_versions, write_json
@@ -35,7 +35,7 @@ from longrope2.records import RecordError, TrainingRecord
 from longrope2.runfolder import RunFolder, differences, require_same
 from longrope2.training.checkpoint import FOLDER as CHECKPOINTS
 from longrope2.training.checkpoint import step_name
-from longrope2.training.config import ResolvedConfig, TrainConfig, cannot_start, train_config
+from longrope2.training.config import ResolvedConfig, TrainConfig, cannot_start
 from longrope2.training.estimate import ModelShape, known_gpu, shape_of, skeleton
 from longrope2.training.log import LOG, RECORD, StepReporter, losses_in, needles_in, read_log, steps_in
 from longrope2.training.loop import PlanRows, train_loop
@@ -52,30 +52,30 @@ LARGE_BYTES = 2 * 10**9
 
 def train(
     model: str,
+    config: TrainConfig,
+    output: Path,
+    here: World,
     *,
     factors: RescaleFactors | str | Path,
-    plan: Path,
-    output: Path,
+    plan: Plan | Path,
     original_length: int | None = None,
     cache: Path | None = None,
     wandb: str | None = None,
-    **options: Any,
 ) -> TrainingRecord:
-    """Train into a folder, or go on where a run was interrupted; options are those of `TrainConfig`.
+    """Train into a folder, or go on where a run was interrupted.
 
     The trained model is then in `output`/model, with the record that is returned.
     """
     # DCP says so whenever a single process saves, though it was asked to.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-    config = train_config(**options)
     config.check()
-    with interrupts(), world(group_size=config.sequence_parallel) as here:
+    here = here.groups_of(config.sequence_parallel)
+    with interrupts():
         run = prepare(
             describe(model, original_length=original_length),
             RescaleFactors.given(factors),
-            read_plan(plan),
+            plan if isinstance(plan, Plan) else read_plan(plan),
             config,
-            plan_fingerprint="sha256:" + hashlib.sha256(plan.read_bytes()).hexdigest()[:16],
             cache=cache,
             here=here,
         )
@@ -121,7 +121,6 @@ def prepare(
     plan: Plan,
     stated: TrainConfig,
     *,
-    plan_fingerprint: str,
     cache: Path | None,
     here: World,
 ) -> TrainingRun:
@@ -168,7 +167,7 @@ def prepare(
         identity={
             "weights": weights_fingerprint(info),
             "factors": _digest({k: v for k, v in factors.to_json().items() if k != "provenance"}),
-            "plan": plan_fingerprint,
+            "plan": plan.fingerprint,
             **identity(config),
         },
     )
