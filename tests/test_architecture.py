@@ -86,6 +86,16 @@ def test_commands_that_only_read_start_at_once(module):
     assert min(seconds) < 0.5
 
 
+def test_only_the_command_line_prints():
+    """Stages return what they found; `watch` draws a view of its own."""
+    for name, files in modules().items():
+        for file in files:
+            calls = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
+            named = {call.func.id for call in calls if isinstance(call.func, ast.Name)}
+            if name not in ("cli", "console", "watching"):
+                assert not named & {"print", "show_table", "show_json"}, file
+
+
 def test_no_machine_paths_or_environment_as_interface():
     for file in PACKAGE.rglob("*.py"):
         text = file.read_text()

@@ -18,7 +18,7 @@ from longrope2.factors import RescaleFactors
 from longrope2.ledger import STAGES
 from longrope2.methods import METHODS, rescale
 from longrope2.models import ASSETS, describe
-from longrope2.pipeline import run as pipeline
+from longrope2.pipeline import extend as extending
 from longrope2.pipeline.recipe import presets
 from longrope2.search import run as search
 
@@ -350,7 +350,7 @@ def test_an_interrupted_job_says_that_it_goes_on(command, monkeypatch, capsys, t
 
     monkeypatch.setattr(search, "run_search", interrupted)
     monkeypatch.setattr(evaluation, "run_evaluation", interrupted)
-    monkeypatch.setattr(pipeline, "run_extend", interrupted)
+    monkeypatch.setattr(extending, "Extension", interrupted)
     options = {"search": ["--target-length", "512"], "evaluate": ["--suite", "niah"], "extend": []}[command]
     monkeypatch.setattr(sys, "argv", ["longrope2", command, "tiny", *options, "-o", str(tmp_path)])
     with pytest.raises(SystemExit) as ended:

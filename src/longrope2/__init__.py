@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from longrope2.factors import RescaleFactors
     from longrope2.generation.switch import load
     from longrope2.models import describe
-    from longrope2.pipeline.run import extend
+    from longrope2.pipeline.extend import extend
     from longrope2.rotary import rescaled
 
 __version__ = "0.1.0"
@@ -27,7 +27,7 @@ __all__ = [
 _HOMES = {
     "RescaleFactors": "factors",
     "describe": "models",
-    "extend": "pipeline.run",
+    "extend": "pipeline.extend",
     "load": "generation.switch",
     "rescaled": "rotary",
 }

@@ -629,7 +629,7 @@ def _show_recipe(context: click.Context, _: click.Parameter, name: str | None) -
     help="Only print a recipe of the package: --show-recipe smollm2-32k > mine.toml",
 )
 @json_option
-def extend(model: str | None, output: Path, **options: Any) -> None:
+def extend(model: str | None, output: Path, dry_run: bool, as_json: bool, **options: Any) -> None:
     """Take a model to a longer window, from the search to a report.
 
     Stages: search, data, train, evaluate, export, verify, report. MODEL defaults to the recipe's, or to tiny. Without
@@ -638,10 +638,23 @@ def extend(model: str | None, output: Path, **options: Any) -> None:
     Run the same command again after an interruption: finished stages are skipped, and stages whose options have
     changed run again. On several GPUs: torchrun --nproc-per-node 8 -m longrope2 extend …
     """
-    with _resumable():
-        from longrope2.pipeline.run import run_extend
+    with _resumable(), world() as here:
+        from longrope2.pipeline.extend import Extension
 
-        run_extend(model, output, **options)
+        extension = Extension(model, output, **options)
+        if dry_run:
+            from longrope2.pipeline.forecast import forecast, forecast_table
+
+            expected = forecast(extension)
+            table = forecast_table(extension.setting, expected)
+            _show(expected, table, lines=expected["notes"], as_json=as_json)
+            return
+        found = extension.run(here)
+    if here.is_main:
+        page = [f"report: {found.page}"] if found.page else []
+        _show(found.to_json(), *found.tables(), lines=page, as_json=as_json)
+        for remark in found.remarks:
+            say(remark)
 
 
 @cli.command()

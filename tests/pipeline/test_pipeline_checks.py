@@ -9,7 +9,7 @@ from pipeline_samples import write_recipe
 from longrope2.cli import cli
 from longrope2.errors import LongRopeError
 from longrope2.models import ASSETS
-from longrope2.pipeline.run import Job
+from longrope2.pipeline.extend import Extension
 from longrope2.report.summary import UNTRAINED
 
 
@@ -19,7 +19,7 @@ def recipe(tmp_path_factory):
 
 
 def job(recipe, folder, *stages):
-    return Job(None, folder, target_length=None, config=recipe, stages=stages, cache=folder)
+    return Extension(None, folder, target_length=None, config=recipe, stages=stages, cache=folder)
 
 
 TRAIN, NIAH, RECALL = "[train]\n", 'suites = ["niah"]\n', 'buckets = ["recall"]'
@@ -137,18 +137,18 @@ def test_documents_are_needed_for_training_only(tmp_path):
     options = {"target_length": 512, "config": None, "cache": tmp_path}
     source = str(tmp_path / "model")
     shutil.copytree(ASSETS / "tiny", source)
-    whole = Job(source, tmp_path / "run", stages=(), **options)
+    whole = Extension(source, tmp_path / "run", stages=(), **options)
     methods = ("base", "pi", "ntk", "yarn", "longrope2-factors-only")
     evaluations = [f"evaluate/{method}/{suite}" for method in methods for suite in ("niah", "perplexity")]
     assert [step.name for step in whole.steps] == ["search", *evaluations, "export", "verify", "report"]
     assert whole.notes == [UNTRAINED]
-    some = Job(source, tmp_path / "run", stages=("search", "report"), **options)
+    some = Extension(source, tmp_path / "run", stages=("search", "report"), **options)
     assert [step.name for step in some.steps] == ["search", "report"]
     for table in ("[train]\nsteps = 1", "[plan]\nrows = 1", "[[bucket]]\nup_to = 256\nquota = 1"):
         (tmp_path / "r.toml").write_text(table)
         with pytest.raises(LongRopeError, match="no source of documents"):
-            Job(source, tmp_path / "run", stages=(), **{**options, "config": tmp_path / "r.toml"})
+            Extension(source, tmp_path / "run", stages=(), **{**options, "config": tmp_path / "r.toml"})
     with pytest.raises(LongRopeError, match="no source of documents"):
-        Job(source, tmp_path / "run", stages=("data",), **options)
+        Extension(source, tmp_path / "run", stages=("data",), **options)
     with pytest.raises(LongRopeError, match="stage 'serach' is not known"):
-        Job(source, tmp_path / "run", stages=("serach",), **options)
+        Extension(source, tmp_path / "run", stages=("serach",), **options)

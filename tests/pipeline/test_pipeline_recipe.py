@@ -14,7 +14,7 @@ from longrope2.errors import LongRopeError
 from longrope2.evaluation.config import EvaluationConfig
 from longrope2.models import describe
 from longrope2.pipeline.recipe import conforms, default_evaluations, presets, read_recipe
-from longrope2.pipeline.steps import Setting, make_steps, recipe_search
+from longrope2.pipeline.stages import Setting, make_steps
 from longrope2.training.config import train_config
 
 ROOT = Path(__file__).parent.parent.parent
@@ -28,7 +28,7 @@ def test_the_folder_recipes_has_what_the_package_has():
 def test_presets_resolve(name):
     """Every table is what its command accepts, and buckets fit the trained window."""
     recipe = read_recipe(name)
-    assert recipe_search(recipe).problems() == []
+    assert recipe.search_config().problems() == []
     windows = {"tiny-laptop": 256, "phi3-mini-128k": 2048}
     original = windows.get(name, 8192)
     assert recipe.original_length in (None, original)
@@ -50,7 +50,7 @@ def test_presets_resolve(name):
 def test_paper_recipes_are_the_papers(name):
     """Appendix, section 4.1 and table 1: the tokens of each source and of each range of lengths."""
     recipe = read_recipe(name)
-    config = recipe_search(recipe)
+    config = recipe.search_config()
     schedule = config.evolution
     assert (schedule.population, schedule.iterations, config.mutation_probability) == (64, 40, 0.3)
     assert (schedule.algorithm, schedule.parents, schedule.mutations, schedule.crossovers) == ("evolution", 32, 16, 16)

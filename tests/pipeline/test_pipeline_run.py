@@ -12,18 +12,20 @@ from pipeline_samples import start, write_recipe
 
 from longrope2 import describe, export_model, extend, ledger, load, train
 from longrope2.cli import cli
+from longrope2.distributed import World
 from longrope2.errors import LongRopeError
 from longrope2.export import verify
 from longrope2.factors import RescaleFactors
 from longrope2.ledger import Ledger
 from longrope2.methods import rescale
+from longrope2.pipeline.extend import Extension
 from longrope2.pipeline.recipe import Recipe
-from longrope2.pipeline.run import Job
-from longrope2.pipeline.steps import Setting, make_steps
+from longrope2.pipeline.stages import Setting, make_steps
 from longrope2.report.gather import gather
 from longrope2.report.summary import UNTRAINED, summarise
 from longrope2.watching import look
 
+ALONE = World(process=0, num_processes=1, local_process=0)
 METHODS = ("base", "yarn", ledger.SEARCHED, ledger.AFTER_TRAINING)
 EVALUATIONS = [f"evaluate/{method}/{suite}" for method in METHODS for suite in ("niah", "perplexity")]
 STEPS = ["search", "data", "train", *EVALUATIONS, "export", "verify", "report"]
@@ -49,7 +51,7 @@ def whole(place, recipe, one_thread):
 
 
 def job(place, recipe, folder, *stages):
-    return Job(None, folder, target_length=None, config=recipe, stages=stages, cache=place / "cache")
+    return Extension(None, folder, target_length=None, config=recipe, stages=stages, cache=place / "cache")
 
 
 def results_of(folder):
@@ -167,7 +169,7 @@ def test_what_other_options_gave_is_kept_aside(place, recipe, whole, capfd):
     assert [path.name[:7] for path in aside] == ["search-"]
     assert (aside[0] / "factors.json").read_bytes() == (whole / ledger.FACTORS).read_bytes()
     with pytest.raises(LongRopeError, match="export needs train"):
-        job(place, changed, folder, "export").run()
+        job(place, changed, folder, "export").run(ALONE)
 
 
 def test_a_lost_or_damaged_result_is_made_again(place, recipe, whole):
@@ -181,7 +183,7 @@ def test_a_lost_or_damaged_result_is_made_again(place, recipe, whole):
         "search": f"missing or changed: {ledger.FACTORS}",
         "train": f"missing or changed: {ledger.TRAINED}",
     }
-    job(place, recipe, folder, "search", "train").run()
+    job(place, recipe, folder, "search", "train").run(ALONE)
     assert results_of(folder) == results_of(whole)
     assert job(place, recipe, folder).reasons() == {}
 
@@ -200,7 +202,7 @@ def test_what_other_options_gave_is_not_reported_as_this(place, recipe, whole):
     folder = copy_steps(whole, place / "stale", ["search", *EVALUATIONS[:6]])
     before = summarise(gather(folder))
     assert tuple(before.methods) == METHODS[:3]
-    job(place, write_recipe(place, name="searched.toml", iterations=2), folder, "search").run()
+    job(place, write_recipe(place, name="searched.toml", iterations=2), folder, "search").run(ALONE)
     (folder / ledger.FACTORS).unlink()
     data = gather(folder)
     after = summarise(data)
@@ -218,7 +220,7 @@ def test_the_base_is_measured_as_it_is(tmp_path):
     recipe = Recipe(model=str(model), target_length=1024, original_length=128, extend_again=True, evaluate=(table,))
     info = describe(model, original_length=128)
     setting = Setting(folder=tmp_path / "run", recipe=recipe, info=info, cache=None)
-    make_steps(setting, {"evaluate"})[0].work()
+    make_steps(setting, {"evaluate"})[0].work(ALONE)
     result = json.loads((tmp_path / "run/evaluate/base/perplexity/results.json").read_text())
     assert (result["factors"]["original_length"], result["switch_length"]) == (256, 256)
 
@@ -229,7 +231,7 @@ def test_without_lengths_all_methods_are_measured_at_those_of_the_target(tmp_pat
     setting = Setting(folder=tmp_path / "run", recipe=recipe, info=describe("tiny"), cache=None)
     asked = []
     for step in make_steps(setting, {"evaluate"})[:2]:
-        step.work()
+        step.work(ALONE)
         values = json.loads((setting.folder / step.outputs[0]).read_text())["values"]
         asked.append({place: found["asked"] for place, found in values.items()})
     assert asked[0] == asked[1]
@@ -241,10 +243,10 @@ def test_without_training_the_model_itself_is_exported(place, recipe, whole):
     found = extend(None, folder, config=recipe, cache=place / "cache", stages=["search"])
     assert (found["methods"], found["report"]) == ({}, None)
     with pytest.raises(LongRopeError, match="verify needs export"):
-        job(place, recipe, folder, "verify").run()
+        job(place, recipe, folder, "verify").run(ALONE)
     rest = job(place, recipe, folder, "export", "report")
     assert list(rest.reasons()) == ["export", "report"]
-    rest.run()
+    rest.run(ALONE)
     trained, untrained = (json.loads((path / "export/tiny-512/config.json").read_text()) for path in (whole, folder))
     assert untrained["rope_parameters"] == trained["rope_parameters"]
     assert (folder / "report/index.html").exists()
@@ -294,7 +296,7 @@ def test_a_lost_ledger_is_made_again_and_nothing_is_done_twice(place, recipe, lo
     for command in (["watch", "--once"], ["report"]):
         with pytest.raises(LongRopeError, match=r"pipeline\.json: damaged: 7 problems\n  - model is missing"):
             cli.main([*command, str(folder)], standalone_mode=False)
-    job(place, recipe, folder, "search", "data", "train", "evaluate", "export").run()
+    job(place, recipe, folder, "search", "data", "train", "evaluate", "export").run(ALONE)
     assert "kept as pipeline.json.damaged" in capfd.readouterr().err
     assert [(path.stat().st_ino, path.read_bytes()) for path in kept] == before
     assert results_of(folder) == results_of(copy)
@@ -311,7 +313,7 @@ def test_a_strange_folder_and_a_second_process_are_refused(place, recipe, tmp_pa
     (tmp_path / "notes.txt").rename(tmp_path / ".notes.txt")
     own = shutil.copy(recipe, tmp_path / "recipe.toml")
     with ledger.run_folder(tmp_path).alone(), pytest.raises(LongRopeError, match="another process is at work"):
-        job(place, own, tmp_path, "search").run()
+        job(place, own, tmp_path, "search").run(ALONE)
     with pytest.raises(LongRopeError, match="train needs search and data"):
         job(place, recipe, tmp_path / "new", "train")
     assert not (tmp_path / "new").exists()
@@ -326,7 +328,7 @@ def test_a_strange_folder_and_a_second_process_are_refused(place, recipe, tmp_pa
     ],
 )
 def test_a_run_removed_while_a_step_is_at_work_ends_with_a_message(then, told, tmp_path, monkeypatch):
-    from longrope2.pipeline import steps
+    from longrope2.pipeline import stages
 
     def removed(*_, **__):
         shutil.rmtree(tmp_path / "r")
@@ -337,7 +339,7 @@ def test_a_run_removed_while_a_step_is_at_work_ends_with_a_message(then, told, t
             for name in (ledger.FACTORS, ledger.SEARCH):
                 (tmp_path / "r" / name).write_text("{}")
 
-    monkeypatch.setattr(steps, "run_search", removed)
+    monkeypatch.setattr(stages, "run_search", removed)
     with pytest.raises(LongRopeError, match=told):
         extend("tiny", tmp_path / "r", target_length=512, stages=["search"])
 

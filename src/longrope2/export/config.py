@@ -53,11 +53,11 @@ class ExportTable(Exporting):
 
     formats: tuple[Format, ...] = option(("huggingface",), "Formats to write, one export each.")
 
-    def exports(self, *, results: str | None, extend_again: bool) -> Iterator[ExportConfig]:
+    def exports(self, *, extend_again: bool) -> Iterator[ExportConfig]:
         """One export for each format, in place of what an interruption has left."""
         shared = {entry.name: getattr(self, entry.name) for entry in stated(Exporting)}
         for format in self.formats:
-            yield ExportConfig(**shared, format=format, results=results, extend_again=extend_again, force=True)
+            yield ExportConfig(**shared, format=format, extend_again=extend_again, force=True)
 
 
 @dataclass(frozen=True, kw_only=True)

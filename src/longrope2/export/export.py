@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,13 +40,22 @@ class Exported:
 
 
 def export(
-    model: str, output: Path, config: ExportConfig, *, factors: RescaleFactors | str | Path | None = None
+    model: str,
+    output: Path,
+    config: ExportConfig,
+    *,
+    factors: RescaleFactors | str | Path | None = None,
+    results: Mapping[str, Any] | None = None,
 ) -> Exported:
-    """Write `model` with `factors`, or those it carries, for the engines of a format; see docs/serving.md."""
+    """Write `model` with `factors`, or those it carries, for the engines of a format; see docs/serving.md.
+
+    The card shows `results`, or those of the file that the config names.
+    """
     config.check()
     source = SourceModel(describe(model))
     source.info.refuse_weights()
-    known_results = read_results(Path(config.results)) if config.results else None
+    if results is None and config.results:
+        results = read_results(Path(config.results))
     _check_outputs(output, source, format=config.format, force=config.force)
     wanted = profiled(_factors(source, factors, extend_again=config.extend_again), config.profile)
     exported = with_forced_temperature(wanted) if config.fold_temperature else wanted
@@ -66,7 +76,7 @@ def export(
         dtype=precision,
         folded=folded,
         source_card=_source_card(source),
-        results=known_results,
+        results=results,
     )
     with room_ends(output):
         if config.format == "gguf":

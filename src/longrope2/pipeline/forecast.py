@@ -4,7 +4,7 @@ Rough by intent: it separates minutes from days and says whether a disk is large
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +19,8 @@ from longrope2.evaluation.config import EvaluationConfig, lengths_for
 from longrope2.evaluation.suites import SUITES
 from longrope2.export.config import ExportTable
 from longrope2.methods import METHODS
-from longrope2.pipeline.steps import DATA_PATHS, Setting, Step, recipe_plan, recipe_search
+from longrope2.pipeline.extend import Extension
+from longrope2.pipeline.stages import DATA_PATHS, Setting, Step
 from longrope2.search.evolution import FINALISTS
 from longrope2.training.config import train_config
 from longrope2.training.estimate import (
@@ -100,13 +101,14 @@ def _measured_rate(device: torch.device, dtype: torch.dtype, size: int = 1024) -
     return 2 * size**3 / fastest
 
 
-def forecast(setting: Setting, steps: Sequence[Step], reasons: Mapping[str, str]) -> dict[str, Any]:
+def forecast(extension: Extension) -> dict[str, Any]:
     """Time, memory and disk of each step that has to run, and why it has to."""
+    setting, reasons = extension.setting, extension.reasons()
     training = {name: setting.recipe.train[name] for name in ("lora", "freeze") if name in setting.recipe.train}
     shape = shape_of(skeleton(setting.info), setting.info, **training)
     machine = this_machine(shape.head_dim)
     rows = []
-    for step in steps:
+    for step in extension.steps:
         needs = _needs(setting, step, shape, machine, reasons) if step.name in reasons else Needs(seconds=0.0)
         rows.append(
             {
@@ -119,7 +121,12 @@ def forecast(setting: Setting, steps: Sequence[Step], reasons: Mapping[str, str]
                 "note": needs.note,
             }
         )
-    return {"machine": machine.name, "matmul_tflops": machine.matmul / 1e12, "steps": rows}
+    return {
+        "machine": machine.name,
+        "matmul_tflops": machine.matmul / 1e12,
+        "steps": rows,
+        "notes": extension.notes,
+    }
 
 
 def _needs(setting: Setting, step: Step, shape: ModelShape, machine: Machine, reasons: Mapping[str, str]) -> Needs:
@@ -147,7 +154,7 @@ def _reading_memory(shape: ModelShape, machine: Machine, tokens: int) -> float:
 
 
 def _search(setting: Setting, _: Step, shape: ModelShape, machine: Machine) -> Needs:
-    config = recipe_search(setting.recipe)
+    config = setting.recipe.search_config()
     plan, length = config.evolution, config.target_length
     candidates = plan.population + plan.iterations * (plan.mutations + plan.crossovers)
     measured_on = config.held_out or config.documents
@@ -166,7 +173,7 @@ def _search(setting: Setting, _: Step, shape: ModelShape, machine: Machine) -> N
 
 
 def _data(setting: Setting, _: Step, shape: ModelShape, machine: Machine) -> Needs:
-    rows = recipe_plan(setting).rows
+    rows = setting.recipe.plan_config(setting.info.rope.original_length).rows
     tokens = None if rows is None else rows * setting.recipe.target_length
     return Needs(
         seconds=None if tokens is None else OVERHEAD_SECONDS["data"] + tokens / 1e6,
@@ -182,14 +189,14 @@ def _work(setting: Setting, *, is_planned: bool) -> Work | None:
         plan = read_plan(path) if is_planned and path.exists() else None
     except LongRopeError:
         plan = None  # damaged, and made again
-    rows = len(plan) if plan else recipe_plan(setting).rows
+    original = setting.info.rope.original_length
+    rows = len(plan) if plan else recipe.plan_config(original).rows
     if rows is None and "steps" not in recipe.train:
         return None
     config = train_config(**recipe.train).resolved(rows)
     batch, steps = config.batch_rows, config.steps
     if plan:
         return planned_work(plan, rows=batch, steps=steps, long_row_mask=config.long_row_mask)
-    original = setting.info.rope.original_length
     return assumed_work(original_length=original, target_length=recipe.target_length, rows=batch, steps=steps)
 
 

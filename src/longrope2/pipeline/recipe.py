@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 
 from longrope2 import ledger
 from longrope2.console import say
-from longrope2.data.config import Bucket, PlanConfig, RecallConfig, Source, beside
+from longrope2.data.config import Bucket, PlanConfig, RecallConfig, Source, beside, chained_buckets
 from longrope2.errors import LongRopeError, all_problems
 from longrope2.evaluation.config import EvaluationConfig
 from longrope2.export.config import ExportTable, VerifyConfig
@@ -28,7 +28,7 @@ from longrope2.options import (
     unknown,
     wrong_entries,
 )
-from longrope2.search.config import SearchConfig
+from longrope2.search.config import SearchConfig, search_config
 from longrope2.training.config import TrainConfig
 
 DEFAULT_PRESET = "tiny-laptop"
@@ -67,6 +67,26 @@ class Recipe:
     def trains(self) -> bool:
         """Whether it says anything of training; without it a model is extended by the search alone."""
         return any((self.source, self.bucket, self.plan, self.train, self.recall is not None))
+
+    def search_config(self) -> SearchConfig:
+        """What [search] says."""
+        return search_config(target_length=self.target_length, **self.search)
+
+    def plan_config(self, original_length: int) -> PlanConfig:
+        """What [plan] and [[bucket]] say."""
+        return PlanConfig(
+            target_length=self.target_length,
+            original_length=original_length,
+            buckets=chained_buckets(self.bucket),
+            **self.plan,
+        )
+
+    def sources(self, recall: Path) -> tuple[Source, ...]:
+        """What [[source]] says; the documents of [recall] are in the file `recall`."""
+        return tuple(
+            Source(**({"name": RECALL, **table, "path": str(recall)} if table["path"] == RECALL else table))
+            for table in self.source
+        )
 
 
 def default_evaluations(original_length: int, target_length: int) -> tuple[Table, ...]:

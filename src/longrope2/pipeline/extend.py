@@ -1,25 +1,22 @@
-"""`longrope2 extend`: every step that is not done yet, in order; run it again to continue."""
+"""`longrope2 extend`: recipe → stages → ledger. Every step that is not done yet, in order; run it again to continue."""
 
-import contextlib
 import gc
 import json
-import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from longrope2 import ledger
-from longrope2.console import ConsoleTable, duration, say, show_json, show_table, warn
-from longrope2.distributed import world
+from longrope2.console import ConsoleTable, duration, say, warn
+from longrope2.distributed import World, world
 from longrope2.errors import LongRopeError, chosen
 from longrope2.files import package_versions
 from longrope2.ledger import STAGES, TRAINING, Ledger, fingerprint
 from longrope2.models import describe
-from longrope2.pipeline.checks import check_recipe
 from longrope2.pipeline.recipe import Recipe, default_evaluations, read_recipe
-from longrope2.pipeline.steps import Setting, Step, make_steps, plan_is_usable
+from longrope2.pipeline.stages import Setting, Step, check_recipe, make_steps, plan_is_usable
 from longrope2.report.gather import gather
 from longrope2.report.summary import UNTRAINED, Summary, summarise
 from longrope2.runfolder import differences
@@ -45,7 +42,7 @@ def extend(
     all if none is named, but for data and train where the recipe has no texts. What is done and unchanged is skipped,
     what was interrupted goes on.
     """
-    job = Job(
+    extension = Extension(
         None if model is None else str(model),
         Path(output),
         config=config,
@@ -55,50 +52,47 @@ def extend(
         original_length=original_length,
         extend_again=extend_again,
     )
-    job.run()
-    return _result(job.folder)[1]
+    with world() as here:
+        return extension.run(here).to_json()
 
 
-def run_extend(model: str | None, output: Path, *, dry_run: bool, as_json: bool, **options: Any) -> None:
-    """`longrope2 extend`: run, or print what would be done."""
-    job = Job(model, output, **options)
-    if dry_run:
-        from longrope2.pipeline.forecast import forecast, forecast_table
+@dataclass(frozen=True, kw_only=True)
+class Extended:
+    """What an extension has found so far."""
 
-        plans = {**forecast(job.setting, job.steps, job.reasons()), "notes": job.notes}
-        if as_json:
-            show_json(plans)
-            return
-        show_table(forecast_table(job.setting, plans))
-        for note in job.notes:
-            print(note)
-        return
-    job.run()
-    if not _is_main():
-        return
-    summary, result = _result(output)
-    if as_json:
-        show_json(result)
-    else:
+    folder: Path
+    summary: Summary
+    page: Path | None
+    """Of the stage report, if that shows what there is now."""
+
+    @classmethod
+    def read(cls, folder: Path) -> "Extended":
+        """From what every step has left, in this session or before."""
+        data, page = gather(folder), folder / ledger.PAGE
+        is_fresh = "report" in data["steps"] and data["steps"]["report"].is_done and page.exists()
+        return cls(folder=folder, summary=summarise(data), page=page if is_fresh else None)
+
+    def to_json(self) -> dict[str, Any]:
+        """What was measured, as plain values."""
+        return {**self.summary.to_json(), "report": None if self.page is None else str(self.page)}
+
+    def tables(self) -> Iterator[ConsoleTable]:
+        """Methods as rows; nothing where none was evaluated."""
+        summary = self.summary
         if summary.rows:
-            show_table(ConsoleTable(summary.title, summary.columns, summary.rows, summary.caption))
-        if result["report"]:
-            print(f"report: {result['report']}")
-    if not result["report"] and (output / ledger.PAGE).exists():
-        say(f"{output / ledger.PAGE} was written before this; `longrope2 report {output}` writes it again")
-    if summary.note:
-        say(summary.note)
+            yield ConsoleTable(summary.title, summary.columns, summary.rows, summary.caption)
+
+    @property
+    def remarks(self) -> list[str]:
+        """What people should know besides."""
+        old = self.folder / ledger.PAGE
+        found = []
+        if self.page is None and old.exists():
+            found.append(f"{old} was written before this; `longrope2 report {self.folder}` writes it again")
+        return [*found, self.summary.note] if self.summary.note else found
 
 
-def _result(folder: Path) -> tuple[Summary, dict[str, Any]]:
-    """The summary, and as plain values with the page of the stage report, if that shows what there is now."""
-    data, page = gather(folder), folder / ledger.PAGE
-    summary = summarise(data)
-    is_fresh = "report" in data["steps"] and data["steps"]["report"].is_done and page.exists()
-    return summary, {**summary.to_json(), "report": str(page) if is_fresh else None}
-
-
-class Job:
+class Extension:
     """An extension that has been checked and may start: nothing is loaded or written before `run`."""
 
     def __init__(
@@ -147,79 +141,6 @@ class Job:
         self.notes.append(UNTRAINED)
         return [stage for stage in STAGES if stage not in TRAINING]
 
-    def reasons(self) -> dict[str, str]:
-        """Why each step has to run; those that are done and unchanged are left out."""
-        book = Ledger(self.folder)
-        found: dict[str, str] = {}
-        for step in self.steps:
-            entry, inputs = book.steps.get(step.name), self._inputs[step.name]
-            if entry is None:
-                found[step.name] = "not done yet"
-            elif entry.fingerprint != fingerprint(inputs):
-                found[step.name] = _differences(entry.inputs, inputs)
-            elif not entry.is_done:
-                found[step.name] = "interrupted"
-            elif damaged := book.damaged(step.name):
-                found[step.name] = f"missing or changed: {', '.join(damaged)}"
-        planned = any(step.name == "data" for step in self.steps) and "data" not in found
-        # Reading tokens takes a second for each GB: only if a step will train on them.
-        if planned and not plan_is_usable(self.setting, whole="train" in found):
-            found["data"] = "its tokenised sources are no longer in the cache"
-        return found
-
-    def run(self) -> None:
-        """Do what is not done."""
-        is_main = _is_main()
-        with contextlib.ExitStack() as stack:
-            # Tables of single stages are progress here; stdout belongs to the result.
-            stack.enter_context(contextlib.redirect_stdout(sys.stderr))
-            if is_main:
-                stack.enter_context(ledger.run_folder(self.folder).alone())
-                if kept := ledger.keep_damaged(self.folder):
-                    warn(
-                        f"{self.folder / ledger.LEDGER} is damaged (kept as {kept.name}) and made again: "
-                        "each step runs again, and finds what it has done"
-                    )
-                Ledger(self.folder).describe(
-                    model=self.setting.info.name,
-                    revision=self.setting.info.revision,
-                    original_length=self.setting.info.rope.original_length,
-                    target_length=self.setting.recipe.target_length,
-                    recipe=_plain(asdict(self.setting.recipe)),
-                    versions=package_versions("torch", "transformers"),
-                    planned=[step.name for step in self._steps],
-                    expected={name: fingerprint(inputs) for name, inputs in self._inputs.items()},
-                )
-                for note in self.notes:
-                    say(note)
-            reasons = _agree(self.reasons() if is_main else {})
-            for step in self.steps:
-                if step.name in reasons:
-                    self._do(step, reasons[step.name], is_main=is_main)
-                elif is_main:
-                    say(f"{step.name}: done before")
-
-    def _do(self, step: Step, reason: str, *, is_main: bool) -> None:
-        inputs = self._inputs[step.name]
-        if is_main:
-            _make_room(self.folder, step, inputs, reason)
-            say(f"── {step.name}")
-            Ledger(self.folder).start(step.name, inputs)
-        started = time.monotonic()
-        try:
-            if is_main or step.together:
-                step.work()
-        except BaseException:
-            if is_main:
-                Ledger(self.folder).pause(step.name, time.monotonic() - started)
-            raise
-        gc.collect()  # the next model needs the memory of this one
-        if is_main:
-            outputs = {name: _digest(self.folder / name) for name in step.outputs}
-            seconds = Ledger(self.folder).finish(step.name, outputs, time.monotonic() - started)
-            say(f"{step.name}: done in {duration(seconds)}")
-        _agree(None)  # no process reads what is not written yet
-
     def _all_inputs(self) -> dict[str, dict[str, Any]]:
         """What decides the result of each step, the results it needs included."""
         identity = self.setting.identity
@@ -245,6 +166,81 @@ class Job:
                     f"{step.name} needs {' and '.join(stages)}, not done yet with these options",
                     hint=f"run that, too: --stages {','.join([*stages, *self._wanted])}",
                 )
+
+    def reasons(self) -> dict[str, str]:
+        """Why each step has to run; those that are done and unchanged are left out."""
+        book = Ledger(self.folder)
+        found: dict[str, str] = {}
+        for step in self.steps:
+            entry, inputs = book.steps.get(step.name), self._inputs[step.name]
+            if entry is None:
+                found[step.name] = "not done yet"
+            elif entry.fingerprint != fingerprint(inputs):
+                found[step.name] = _differences(entry.inputs, inputs)
+            elif not entry.is_done:
+                found[step.name] = "interrupted"
+            elif damaged := book.damaged(step.name):
+                found[step.name] = f"missing or changed: {', '.join(damaged)}"
+        planned = any(step.name == "data" for step in self.steps) and "data" not in found
+        # Reading tokens takes a second for each GB: only if a step will train on them.
+        if planned and not plan_is_usable(self.setting, whole="train" in found):
+            found["data"] = "its tokenised sources are no longer in the cache"
+        return found
+
+    def run(self, here: World) -> Extended:
+        """Do what is not done."""
+        with ledger.run_folder(self.folder if here.is_main else None).alone():
+            if here.is_main:
+                self._open_ledger()
+            reasons = here.gather_all(self.reasons() if here.is_main else {})[0]
+            for step in self.steps:
+                if step.name in reasons:
+                    self._do(step, reasons[step.name], here)
+                elif here.is_main:
+                    say(f"{step.name}: done before")
+        return Extended.read(self.folder)
+
+    def _open_ledger(self) -> None:
+        """Write down what is about to be done, in place of a ledger that is damaged."""
+        setting = self.setting
+        if kept := ledger.keep_damaged(self.folder):
+            warn(
+                f"{self.folder / ledger.LEDGER} is damaged (kept as {kept.name}) and made again: "
+                "each step runs again, and finds what it has done"
+            )
+        Ledger(self.folder).describe(
+            model=setting.info.name,
+            revision=setting.info.revision,
+            original_length=setting.info.rope.original_length,
+            target_length=setting.recipe.target_length,
+            recipe=_plain(asdict(setting.recipe)),
+            versions=package_versions("torch", "transformers"),
+            planned=[step.name for step in self._steps],
+            expected={name: fingerprint(inputs) for name, inputs in self._inputs.items()},
+        )
+        for note in self.notes:
+            say(note)
+
+    def _do(self, step: Step, reason: str, here: World) -> None:
+        inputs = self._inputs[step.name]
+        if here.is_main:
+            _make_room(self.folder, step, inputs, reason)
+            say(f"── {step.name}")
+            Ledger(self.folder).start(step.name, inputs)
+        started = time.monotonic()
+        try:
+            if here.is_main or step.together:
+                self.setting.results[step.name] = step.work(here)
+        except BaseException:
+            if here.is_main:
+                Ledger(self.folder).pause(step.name, time.monotonic() - started)
+            raise
+        gc.collect()  # the next model needs the memory of this one
+        if here.is_main:
+            outputs = {name: _digest(self.folder / name) for name in step.outputs}
+            seconds = Ledger(self.folder).finish(step.name, outputs, time.monotonic() - started)
+            say(f"{step.name}: done in {duration(seconds)}")
+        here.gather_all(None)  # no process reads what is not written yet
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -295,17 +291,6 @@ def _set_aside(folder: Path, place: Path, name: str, made_from: str) -> Path | N
     aside.parent.mkdir(exist_ok=True)
     place.rename(aside)
     return aside
-
-
-def _agree(value: Any) -> Any:
-    """The main process's value, once every process has come here."""
-    with world() as here:
-        return here.gather_all(value)[0]
-
-
-def _is_main() -> bool:
-    with world() as here:
-        return here.is_main
 
 
 def _digest(path: Path) -> str:
