@@ -17,7 +17,8 @@ ORDER = [
     "errors", "options", "shapes", "intervals", "files", "malloc", "runfolder", "journal", "records", "console",
     "distributed", "interrupts", "rope", "factors", "figures", "methods", "families", "gguf_model", "models", "rotary",
     "generation", "kernels", "attention", "books", "codec", "needles", "perplexity", "calibration", "search", "data",
-    "training", "evaluation", "export", "ledger", "report", "watching", "pipeline", "api", "inspection", "cli",
+    "training", "evaluation", "export", "ledger", "report", "watching", "pipeline", "api", "inspection",
+    "command_options", "cli",
 ]  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 import pytest
 from click.testing import CliRunner
 
-from longrope2.cli import options_of
+from longrope2.command_options import options_of
 from longrope2.errors import LongRopeError
 from longrope2.options import FileName, Length, broken_limits, build, identity, option, stated, wrong_types
 

@@ -8,19 +8,34 @@ import io
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import MISSING
 from functools import partial
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any
 
 import click
 from click import Choice, argument, option
 
 from longrope2 import __version__
 from longrope2.calibration.config import CalibrationConfig
+from longrope2.command_options import (
+    FILE,
+    FOLDER,
+    LENGTH,
+    NAME,
+    NAMES,
+    PLACE,
+    again_option,
+    corpus_option,
+    factors_option,
+    json_option,
+    model_argument,
+    options_of,
+    original_option,
+    switch_length_option,
+    taken,
+)
 from longrope2.console import ConsoleTable, say, show_json, show_table, warn
 from longrope2.data.config import Mix, RecallConfig
 from longrope2.distributed import is_main_process, wait_to_speak, world
@@ -30,200 +45,9 @@ from longrope2.export.config import ExportConfig, VerifyConfig
 from longrope2.generation.config import GenerateConfig
 from longrope2.malloc import keep_freed_memory
 from longrope2.methods import ClosedForm
-from longrope2.options import FileName, Length, Stated, build, stated
+from longrope2.options import build
 from longrope2.search.config import SearchConfig, search_config
 from longrope2.training.config import EstimateConfig, TrainConfig, train_config
-
-UNITS = {"k": 1 << 10, "m": 1 << 20}
-
-
-class Tokens(click.ParamType):  # type: ignore[type-arg]
-    """A number of tokens: 32768, 32k or 1M (binary units, as model windows are counted)."""
-
-    name = "N"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Parse, or fail with the forms that are accepted."""
-        text = str(value).strip().lower()
-        unit = UNITS.get(text[-1:], 1)
-        number = text[:-1] if unit > 1 else text
-        try:
-            tokens = int(number) * unit
-        except ValueError:
-            tokens = 0
-        if tokens < 1:
-            self.fail(f"{value!r} is not a length; write 32768, 32k or 1M", param, ctx)
-        return tokens
-
-
-class Floats(click.ParamType):  # type: ignore[type-arg]
-    """Numbers separated by commas."""
-
-    name = "LIST"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[float]:
-        """Parse, or fail and name the part that is not a number."""
-        numbers = []
-        for part in str(value).split(","):
-            try:
-                numbers.append(float(part))
-            except ValueError:
-                self.fail(f"{part.strip()!r} is not a number", param, ctx)
-        return numbers
-
-
-class NumberOr(click.ParamType):  # type: ignore[type-arg]
-    """A number, or one of the words that stand for one."""
-
-    name = "NUMBER"
-
-    def __init__(self, *words: str) -> None:
-        self.words = words
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float | str:
-        """Parse, or fail with the forms that are accepted."""
-        if value in self.words:
-            return str(value)
-        try:
-            return float(value)
-        except ValueError:
-            self.fail(f"{value!r} is neither a number nor {' or '.join(self.words)}", param, ctx)
-
-
-class Lengths(click.ParamType):  # type: ignore[type-arg]
-    """Lengths separated by commas."""
-
-    name = "LIST"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        """Parse each part as a length."""
-        return tuple(LENGTH.convert(part, param, ctx) for part in str(value).split(","))
-
-
-class Parsed(click.ParamType):  # type: ignore[type-arg]
-    """What an option's own parser makes of a text."""
-
-    name = "TEXT"
-
-    def __init__(self, parse: Callable[[str], Any]) -> None:
-        self.parse = parse
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Parse; the parser says what is wrong."""
-        return self.parse(value)
-
-
-class Names(click.ParamType):  # type: ignore[type-arg]
-    """Names separated by commas."""
-
-    name = "LIST"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
-        """Split; empty parts are dropped."""
-        return tuple(name for name in (part.strip() for part in str(value).split(",")) if name)
-
-
-class Name(click.ParamType):  # type: ignore[type-arg]
-    """A model by name; an empty one, as of a variable that is not set, would be taken for this folder."""
-
-    name = "name"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Refuse an empty name."""
-        return str(value) if value else self.fail("the name is empty", param, ctx)
-
-
-class Place(click.Path):
-    """A file or folder, with a name: Path takes an empty one, as of a variable that is not set, for this folder."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(path_type=Path)
-        self.name = name
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Refuse an empty name."""
-        if value == "":
-            self.fail("the name is empty", param, ctx)
-        return super().convert(value, param, ctx)
-
-
-LENGTH = Tokens()
-LENGTHS = Lengths()
-NAMES = Names()
-FLOATS = Floats()
-NAME = Name()
-FILE, FOLDER, PLACE = Place("FILE"), Place("FOLDER"), Place("PLACE")
-
-model_argument = argument("model", type=NAME)
-original_option = option(
-    "--original-length", type=LENGTH, help="The trained window, if the config does not state it, or states it wrongly."
-)
-factors_option = option(
-    "--factors", type=FILE, help="File written by `search` or `factors`; default: the factors in the model's config."
-)
-switch_length_option = option(
-    "--switch-length",
-    type=LENGTH,
-    help="Tokens above which the long RoPE is used; default: the model's own, or its trained window.",
-)
-again_option = option("--extend-again", is_flag=True, help="Accept a model that was extended before.")
-corpus_option = option(
-    "--cache", type=FOLDER, help="Where tokenised sources are kept.  [default: ~/.cache/longrope2/corpus]"
-)
-json_option = option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-
-
-def options_of(kind: type, *without: str, from_file: bool = False) -> Callable[[Any], Any]:
-    """The options of a config class as those of a command, but for some.
-
-    With `from_file` one that is not given is None: a file may say it.
-    """
-
-    def decorate(command: Any) -> Any:
-        for entry in reversed(list(stated(kind))):  # a decorator further down comes first
-            if entry.option.command and entry.name not in without:
-                command = _click_option(entry, from_file=from_file)(command)
-        return command
-
-    return decorate
-
-
-def _click_option(entry: Stated, *, from_file: bool) -> Callable[[Any], Any]:
-    facts, default, usual = entry.option, entry.default, entry.option.usual
-    if from_file:
-        unsaid = default in (MISSING, None, ()) or default is False
-        default, usual = None, usual if unsaid else str(default)
-    kinds = [part for part in _parts(entry.hint) if part is not NoneType]
-    flag, settings = entry.flag, dict[str, Any](metavar=facts.metavar)
-    if facts.parse is not None:
-        settings |= {"multiple": facts.repeated, "type": Parsed(facts.parse)}
-    elif kinds == [bool]:
-        settings = {"is_flag": True} if entry.default is False else {}
-        flag += "" if settings else f"/--no-{flag.removeprefix('--')}"
-    elif facts.repeated:
-        settings |= {"multiple": True, "type": str}
-    else:
-        settings["type"] = _click_type(kinds)
-    if default is MISSING:
-        settings["required"] = True
-    elif default != ():  # which click would parse; None, as of an option that was not given, is the default, too
-        settings |= {"default": default, "show_default": default is not None}
-    return option(flag, entry.name, help=facts.help + (f"  [default: {usual}]" if usual else ""), **settings)
-
-
-def _click_type(kinds: Sequence[Any]) -> Any:
-    """What parses the values of a type; an optional one without its None."""
-    words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
-    if words:
-        return Choice(words) if float not in kinds else NumberOr(*words)
-    (kind,) = [part for part in kinds if get_origin(part) is tuple] or kinds
-    known: dict[Any, Any] = {Length: LENGTH, FileName: FILE}
-    known |= {tuple[Length, ...]: LENGTHS, tuple[float, ...]: FLOATS, tuple[str, ...]: NAMES}
-    return known.get(kind, kind)
-
-
-def _parts(hint: Any) -> tuple[Any, ...]:
-    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
 def _show(values: Any, *tables: ConsoleTable, lines: Iterable[str] = (), as_json: bool) -> None:
@@ -429,49 +253,28 @@ def recall(model: str, output: Path, **options: Any) -> None:
 @options_of(EstimateConfig)
 @original_option
 @json_option
-def train(
-    model: str,
-    factors: Path | None,
-    plan: Path | None,
-    output: Path | None,
-    cache: Path | None,
-    wandb: str | None,
-    estimate: bool,
-    original_length: int | None,
-    as_json: bool,
-    **options: Any,
-) -> None:
+def train(model: str, output: Path | None, estimate: bool, as_json: bool, **options: Any) -> None:
     """Train a model with both RoPEs, short and long rows mixed.
 
     Short rows are seen with the original RoPE, long ones with the rescaled. FOLDER/model is then a plain transformers
     model with the extended window. Run it again after an interruption, with the same options, and it goes on where it
     was. On several GPUs: torchrun --nproc-per-node 8 -m longrope2 train …
     """
-    wanted = EstimateConfig(**{entry.name: options.pop(entry.name) for entry in stated(EstimateConfig)})
+    wanted, config = EstimateConfig(**taken(EstimateConfig, options)), train_config(**taken(TrainConfig, options))
     if estimate:
         from longrope2.training.estimate import estimate_run, estimate_tables
 
-        result = estimate_run(model, train_config(**options), wanted, plan=plan, original_length=original_length)
+        result = estimate_run(model, config, wanted, plan=options["plan"], original_length=options["original_length"])
         _show(result, *estimate_tables(result), as_json=as_json)
         return
-    if factors is None or plan is None or output is None:
-        given = {"--factors": factors, "--plan": plan, "--output": output}
+    given = {"--factors": options["factors"], "--plan": options["plan"], "--output": output}
+    if output is None or None in given.values():
         raise click.UsageError(f"missing: {', '.join(name for name, path in given.items() if path is None)}")
     with _resumable(), world() as here:
         from longrope2.training.log import training_table
         from longrope2.training.train import MODEL, train
 
-        record = train(
-            model,
-            train_config(**options),
-            output,
-            here,
-            factors=factors,
-            plan=plan,
-            original_length=original_length,
-            cache=cache,
-            wandb=wandb,
-        )
+        record = train(model, config, output, here, **options)
     if here.is_main:
         _show(record.to_json(), training_table(record, output / MODEL), as_json=as_json)
 
@@ -505,18 +308,7 @@ class Evaluate(click.Command):
 @option("--name", metavar="NAME", help="Row label in `longrope2 compare`; default: the method.")
 @original_option
 @json_option
-def evaluate(
-    model: str,
-    output: Path,
-    factors: Path | None,
-    backend: Any,
-    switch_length: int | None,
-    cache: Path | None,
-    name: str | None,
-    original_length: int | None,
-    as_json: bool,
-    **options: Any,
-) -> None:
+def evaluate(model: str, output: Path, as_json: bool, **options: Any) -> None:
     """Measure a model: RULER, needles, perplexity, short tasks.
 
     Suites: {suites}.
@@ -529,18 +321,8 @@ def evaluate(
         from longrope2.evaluation.results import RESULTS
         from longrope2.evaluation.table import run_tables
 
-        result = run_evaluation(
-            model,
-            evaluation_config(**options),
-            output,
-            here,
-            factors=factors,
-            backend=backend,
-            switch_length=switch_length,
-            cache=cache,
-            name=name,
-            original_length=original_length,
-        )
+        config = evaluation_config(**taken(EvaluationConfig, options))
+        result = run_evaluation(model, config, output, here, **options)
     if here.is_main:
         notes = [f"note: {note}" for note in result["notes"]]
         _show(result, *run_tables(result["name"], result["scores"]), lines=notes, as_json=as_json)

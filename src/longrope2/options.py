@@ -21,6 +21,7 @@ FileName = Annotated[str, "file"]
 """The path of a file; the command line refuses an empty one, which would stand for this folder."""
 _OPTION = "option"
 Config = TypeVar("Config")
+UNITS = {"k": 1 << 10, "m": 1 << 20}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +170,13 @@ def _built(kind: Any, values: Mapping[str, Any]) -> Any:
         elif entry.name in values:
             given[entry.name] = plain(values[entry.name])
     return kind(**given)
+
+
+def parse_length(text: str) -> int:
+    """A number of tokens: 32768, 32k or 1M, in binary units, as model windows are counted; else ValueError."""
+    text = text.strip().lower()
+    unit = UNITS.get(text[-1:], 1)
+    return int(text[:-1] if unit > 1 else text) * unit
 
 
 def plain(value: Any) -> Any:

@@ -8,7 +8,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from longrope2.errors import DataError, all_problems
-from longrope2.options import Length, broken_limits, build, option, required, stated, wrong_entries, wrong_types
+from longrope2.options import (
+    Length,
+    broken_limits,
+    build,
+    option,
+    parse_length,
+    required,
+    stated,
+    wrong_entries,
+    wrong_types,
+)
 
 RowKind = Literal["short", "long"]
 PACKAGE_BOOKS = "books"
@@ -129,10 +139,9 @@ def parse_buckets(text: str) -> tuple[Bucket, ...]:
     """`8k:3,100k:3,200k:4`: the end of each bucket and its quota; lengths in binary units, as windows are."""
     tables = []
     for part in text.split(","):
-        end, _, quota = part.strip().lower().partition(":")
-        unit = {"k": 1 << 10, "m": 1 << 20}.get(end[-1:], 1)
+        end, _, quota = part.partition(":")
         try:
-            tables.append({"up_to": int(end[:-1] if unit > 1 else end) * unit, "quota": float(quota)})
+            tables.append({"up_to": parse_length(end), "quota": float(quota)})
         except ValueError:
             raise DataError(
                 f"{part.strip()!r} is not a bucket", hint="write LENGTH:QUOTA,…, such as 8k:3,100k:3,200k:4"
