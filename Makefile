@@ -8,7 +8,7 @@ TORCH_INDEX := https://download.pytorch.org/whl/cpu
 # A file stays with one worker, which makes what its tests share once; tests/conftest.py puts long files first.
 PARALLEL := -n auto --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-.PHONY: setup demo test test-all lint types docs dist clean
+.PHONY: setup demo test test-all lint types docs reference dist clean
 
 setup: $(READY)
 
@@ -39,6 +39,10 @@ types: $(READY)
 
 docs: $(READY)
 	$(BIN)/mkdocs build --strict
+
+# The options in docs/reference.md; a test fails where they are not those of the commands.
+reference: $(READY)
+	$(BIN)/python -m longrope2.reference docs/reference.md
 
 # Wheel and sdist, by the pinned build backend.
 dist: $(READY)

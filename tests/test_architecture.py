@@ -18,7 +18,7 @@ ORDER = [
     "distributed", "interrupts", "rope", "factors", "figures", "methods", "families", "gguf_model", "models", "rotary",
     "generation", "kernels", "attention", "books", "codec", "needles", "perplexity", "calibration", "search", "data",
     "training", "evaluation", "export", "ledger", "report", "watching", "pipeline", "api", "inspection",
-    "command_options", "cli",
+    "command_options", "cli", "reference",
 ]  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from longrope2.command_options import options_of
 from longrope2.errors import LongRopeError
 from longrope2.options import FileName, Length, broken_limits, build, identity, option, stated, wrong_types
+from longrope2.reference import reference
 
 ADDED = """
 import importlib, importlib.util, re, sys
@@ -45,6 +46,8 @@ recipe = sys.argv[1]
 with open(recipe, "w") as file:
     file.write('model = "tiny"\\ntarget_length = 512\\n[{table}]\\n{needed}sparkle = 5\\n')
 assert read_recipe(recipe).{table}["sparkle"] == 5
+from longrope2.reference import HEADING, reference
+assert "- `--sparkle INTEGER`: How much it sparkles. [default: 3]" in reference(HEADING)
 with open(recipe, "w") as file:
     file.write('model = "tiny"\\ntarget_length = 512\\n[{table}]\\nsparkle = "much"\\n')
 found = message(lambda: read_recipe(recipe))
@@ -62,7 +65,7 @@ STAGES = {
 
 
 @pytest.mark.parametrize("table", STAGES)
-def test_an_option_added_in_one_line_is_in_help_recipe_and_python(table, tmp_path):
+def test_an_option_added_in_one_line_is_in_help_recipe_python_and_reference(table, tmp_path):
     room, kind, command, call = STAGES[table]
     needed = "lengths = [64]\\n" if table == "recall" else ""
     script = ADDED.format(table=table, room=room, kind=kind, command=command, call=call, needed=needed)
@@ -70,6 +73,11 @@ def test_an_option_added_in_one_line_is_in_help_recipe_and_python(table, tmp_pat
         [sys.executable, "-c", script, str(tmp_path / "recipe.toml")], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_reference_lists_the_options_there_are():
+    page = (Path(__file__).parent.parent / "docs" / "reference.md").read_text()
+    assert reference(page) == page, "run `make reference`"
 
 
 @dataclass(frozen=True, kw_only=True)

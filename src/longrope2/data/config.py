@@ -101,7 +101,7 @@ class Source:
 class Bucket:
     """Documents longer than `above` and of at most `up_to` tokens, their BOS and EOS included."""
 
-    above: int = option(0, "Documents in this bucket have more tokens; default: where the bucket before it ends.")
+    above: int = option(0, "Documents in this bucket have more tokens.", usual="where the bucket before it ends")
     up_to: int = option(help="Most tokens of a document in this bucket.")
     quota: float = option(help="Share of the plan's tokens, relative to the other buckets.", above=0)
     name: str = option("", "Name in plans and reports; empty: its range.")
