@@ -296,15 +296,14 @@ def _trained(setting: Setting, here: World) -> TrainingRecord:
 def _check_evaluate(setting: Setting) -> Iterator[str]:
     if not setting.recipe.evaluate:
         return
-    tokenizer = load_tokenizer(setting.info)
+    # Every method has the window of the target but the base, which is asked beyond its own.
+    window, tokenizer = setting.recipe.target_length, load_tokenizer(setting.info)
+
+    def check(table: Mapping[str, Any]) -> None:
+        check_suites(EvaluationConfig(**table), window, tokenizer)
+
     for number, table in enumerate(setting.recipe.evaluate, 1):
-        for problem in _complaints(_check_table, table, setting.recipe.target_length, tokenizer):
-            yield f"table {number}: {problem}"
-
-
-def _check_table(table: Mapping[str, Any], window: int, tokenizer: Any) -> None:
-    """As `longrope2 evaluate` begins; every method but the base, which is asked beyond its window, has this one."""
-    check_suites(EvaluationConfig(**table), window, tokenizer)
+        yield from (f"table {number}: {problem}" for problem in _complaints(check, table))
 
 
 def _evaluate(setting: Setting, before: Sequence[Step]) -> Iterator[Step]:
