@@ -83,7 +83,7 @@ def test_words_that_a_command_would_refuse_are_refused_from_python_too(tmp_path)
         "backend 'jax' is not known": lambda: longrope2.evaluate(
             "tiny", ["niah"], output, factors=factors, backend="jax"
         ),
-        'profile must be "dual" or "static-long", got "static"': lambda: longrope2.export_model(
+        'profile must be "dual" or "static-long" or "auto", got "static"': lambda: longrope2.export_model(
             "tiny", output, factors=factors, profile="static"
         ),
         'format must be "huggingface" or "gguf", got "onnx"': lambda: longrope2.export_model(

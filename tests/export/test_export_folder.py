@@ -137,7 +137,29 @@ class TestWeights:
         assert config["rope_scaling"]["long_mscale"] == config["rope_scaling"]["attention_factor"] == forced
         assert "queries multiplied by 1.152" in (tmp_path / "folded" / "README.md").read_text()
         with pytest.raises(LongRopeError, match="weights can hold only one"):
-            export("tiny", tmp_path / "no", factors=factors, fold_temperature=True)
+            export("tiny", tmp_path / "no", factors=factors, profile="dual", fold_temperature=True)
+
+
+class TestProfile:
+    """By default an export is right in plain transformers, or is not made."""
+
+    @pytest.mark.parametrize(("temperatures", "expected"), [({}, "dual"), (TWO_TEMPERATURES, "static-long")])
+    def test_one_that_every_engine_can_run(self, tmp_path, capsys, temperatures, expected):
+        place = export("tiny", tmp_path / "e", factors=tiny_factors(**temperatures), dtype="float32")
+        assert RescaleFactors.load(place / "factors.json").provenance["export"]["profile"] == expected
+        output = capsys.readouterr().err
+        assert "not right in transformers" not in output
+        reason = "profile static-long: the attention factors of short (1) and long (1.2) sequences differ"
+        assert (reason in output) == (expected == "static-long")
+
+    def test_a_model_trained_with_two_temperatures_asks(self, tmp_path):
+        export("tiny", tmp_path / "trained", factors=tiny_factors(**TWO_TEMPERATURES), profile="dual")
+        with pytest.raises(LongRopeError, match="plain transformers knows only one") as caught:
+            export(str(tmp_path / "trained"), tmp_path / "e")
+        assert "--profile dual" in caught.value.hint
+        assert "--profile static-long" in caught.value.hint
+        assert not (tmp_path / "e").exists()
+        assert export(str(tmp_path / "trained"), tmp_path / "e", profile="static-long").is_dir()
 
 
 class TestRoundTrip:

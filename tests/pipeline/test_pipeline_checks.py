@@ -118,7 +118,10 @@ def test_all_problems_of_all_stages_are_in_one_message(recipe, tmp_path):
         ("", 'dtype = "q8_0"', "dtype q8_0 is a format of GGUF"),
         ("", 'dtype = "int4"', 'export: dtype must be "float32" or "float16"'),
         ("attention_factor = 1.2", "fold_temperature = true", "differ, and weights can hold only one"),
-        ('space = "wide"', "fold_temperature = true", "the search looks for one of long sequences alone"),
+        ("attention_factor = 1.2", "", "is wrong in plain transformers (name the profile here"),
+        ('space = "wide"', "", "is wrong in plain transformers (name the profile here"),
+        ('space = "wide"', 'fold_temperature = true\nprofile = "dual"', "looks for one of long sequences alone"),
+        ('space = "wide"', 'profile = "dual"', None),
         ("attention_factor = 1.2", 'fold_temperature = true\nprofile = "static-long"', None),
     ],
 )

@@ -17,8 +17,10 @@ Precision = Literal["float32", "float16", "bfloat16", "q8_0"]
 class Exporting:
     """What is the same for every format."""
 
-    profile: Profile = option(
-        "dual", "dual: the original RoPE in short sequences; static-long: the rescaled RoPE in all sequences."
+    profile: Profile | Literal["auto"] = option(
+        "auto",
+        "dual: the original RoPE in short sequences; static-long: the rescaled RoPE in all sequences; auto: dual where "
+        "every engine can run it.",
     )
     dtype: Precision | None = option(None, "Default: as the model is stored. q8_0 is for GGUF.")
     fold_temperature: bool = option(
@@ -72,6 +74,21 @@ class VerifyConfig:
         metavar="NAME[=PYTHON]",
         repeated=True,
     )
+
+
+def fitting_profile(factors: RescaleFactors, *, trained: bool) -> Profile:
+    """The profile that plain transformers runs rightly; raises where a model was trained for what it cannot run."""
+    short, long = factors.short_attention_factor, factors.long_attention_factor
+    if not factors.switches or short == long:
+        return "dual"
+    if trained:
+        raise LongRopeError(
+            f"this model uses an attention factor of {short:g} in short sequences and {long:g} in long ones, and plain "
+            "transformers knows only one",
+            hint="choose: --profile dual is wrong there in short sequences, and right in longrope2.load, vLLM and "
+            "llama.cpp; --profile static-long gives up the original RoPE, and is right everywhere",
+        )
+    return "static-long"
 
 
 def profiled(factors: RescaleFactors, profile: Profile) -> RescaleFactors:

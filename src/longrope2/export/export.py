@@ -12,7 +12,7 @@ from torch import Tensor
 from longrope2.console import say, warn
 from longrope2.errors import LongRopeError
 from longrope2.export.card import card, is_card, read_results
-from longrope2.export.config import ExportConfig, Profile, profile_of, profiled
+from longrope2.export.config import ExportConfig, Profile, fitting_profile, profile_of, profiled
 from longrope2.export.engines import Format, verifiable
 from longrope2.export.gguf import card_path, check_architecture, is_exported_file, write_file
 from longrope2.export.huggingface import is_exported_folder, with_forced_temperature, with_provenance, write_folder
@@ -57,7 +57,17 @@ def export(
     if results is None and config.results:
         results = read_results(Path(config.results))
     _check_outputs(output, source, format=config.format, force=config.force)
-    wanted = profiled(_factors(source, factors, extend_again=config.extend_again), config.profile)
+    found = _factors(source, factors, extend_again=config.extend_again)
+    profile = config.profile
+    if profile == "auto":
+        profile = fitting_profile(found, trained=factors is None)
+        if profile == "static-long":
+            say(
+                f"profile static-long: the attention factors of short ({found.short_attention_factor:g}) and long "
+                f"({found.long_attention_factor:g}) sequences differ, and plain transformers knows only one; "
+                "--profile dual keeps the original RoPE in short sequences for longrope2.load, vLLM and llama.cpp"
+            )
+    wanted = profiled(found, profile)
     exported = with_forced_temperature(wanted) if config.fold_temperature else wanted
     if config.format == "gguf":
         check_architecture(source, exported)

@@ -20,7 +20,7 @@ from longrope2.distributed import World
 from longrope2.errors import LongRopeError, all_problems, require
 from longrope2.evaluation.config import EvaluationConfig, lengths_for
 from longrope2.evaluation.evaluate import check_suites, run_evaluation
-from longrope2.export.config import ExportTable, VerifyConfig, profiled
+from longrope2.export.config import ExportTable, VerifyConfig, fitting_profile, profiled
 from longrope2.export.engines import Format, verifiable
 from longrope2.export.export import export
 from longrope2.export.gguf import ARCHITECTURES, check_architecture
@@ -369,7 +369,16 @@ def _check_export(setting: Setting) -> Iterator[str]:
         return  # reported for the search
     temperature = config.temperature(info.rope, recipe.target_length)
     base = rescale_model(info, "none", recipe.target_length, extend_again=recipe.extend_again)
-    factors = profiled(replace(base, long_attention_factor=temperature or 1.0), options.profile)
+    factors = replace(base, long_attention_factor=temperature or 1.0)
+    if options.profile != "auto":
+        factors = profiled(factors, options.profile)
+    elif recipe.trains and train_config(**recipe.train).window == "mixed" and temperature != 1.0:
+        yield (
+            "a model trained with a temperature in long sequences alone is wrong in plain transformers "
+            "(name the profile here, or set attention_factor = 1 in [search])"
+        )
+    else:
+        factors = profiled(factors, fitting_profile(factors, trained=False))
     if options.fold_temperature:
         if temperature is None and options.profile == "dual":
             yield "fold_temperature needs one attention factor, and the search looks for one of long sequences alone"
