@@ -402,6 +402,7 @@ def _show_recipe(context: click.Context, _: click.Parameter, name: str | None) -
 @original_option
 @again_option
 @option("--dry-run", is_flag=True, help="Print what would be done, with time, memory and disk.")
+@option("--gpu", type=Choice(["h200", "h100", "a100"]), help="With --dry-run: the machine; default: this one.")
 @option(
     "--show-recipe",
     metavar="NAME",
@@ -411,7 +412,7 @@ def _show_recipe(context: click.Context, _: click.Parameter, name: str | None) -
     help="Only print a recipe of the package: --show-recipe smollm2-32k > mine.toml",
 )
 @json_option
-def extend(model: str | None, output: Path, dry_run: bool, as_json: bool, **options: Any) -> None:
+def extend(model: str | None, output: Path, dry_run: bool, gpu: str | None, as_json: bool, **options: Any) -> None:
     """Take a model to a longer window, from the search to a report.
 
     Stages: search, data, train, evaluate, export, verify, report. MODEL defaults to the recipe's, or to tiny. Without
@@ -420,6 +421,8 @@ def extend(model: str | None, output: Path, dry_run: bool, as_json: bool, **opti
     Run the same command again after an interruption: finished stages are skipped, and stages whose options have
     changed run again. On several GPUs: torchrun --nproc-per-node 8 -m longrope2 extend …
     """
+    if gpu and not dry_run:
+        raise LongRopeError("--gpu is for an estimate", hint="add --dry-run")
     with _resumable(), world() as here:
         from longrope2.pipeline.extend import Extension
 
@@ -427,7 +430,7 @@ def extend(model: str | None, output: Path, dry_run: bool, as_json: bool, **opti
         if dry_run:
             from longrope2.pipeline.forecast import forecast, forecast_table
 
-            expected = forecast(extension)
+            expected = forecast(extension, gpu)
             table = forecast_table(extension.setting, expected)
             _show(expected, table, lines=expected["notes"], as_json=as_json)
             return

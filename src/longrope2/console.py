@@ -96,6 +96,17 @@ class ProgressLine:
             say(line)
 
 
+UNITS = (("year", 31_557_600), ("day", 86_400), ("hour", 3600), ("minute", 60), ("second", 1))
+
+
+def roughly(seconds: float) -> str:
+    """A time in the unit that people would use: 40 seconds, 3 hours, 178 days."""
+    name, size = next((unit for unit in UNITS if seconds >= 1.95 * unit[1]), UNITS[-1])
+    count = seconds / size
+    shown = f"{count:.0f}" if count >= 9.5 or name == "second" else f"{count:.1f}".removesuffix(".0")
+    return f"{shown} {name}{'' if shown == '1' else 's'}"
+
+
 def duration(seconds: float) -> str:
     """1:02:03 or 2:03."""
     minutes, seconds = divmod(round(seconds), 60)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -12,12 +13,14 @@ from pipeline_samples import start, write_recipe
 
 from longrope2 import describe, export_model, extend, ledger, load, train
 from longrope2.cli import cli
+from longrope2.console import roughly
 from longrope2.distributed import World
 from longrope2.errors import LongRopeError
 from longrope2.export import verify
 from longrope2.factors import RescaleFactors
 from longrope2.ledger import Ledger
 from longrope2.methods import rescale
+from longrope2.pipeline import forecast as forecasting
 from longrope2.pipeline.extend import Extension
 from longrope2.pipeline.recipe import Recipe
 from longrope2.pipeline.stages import Setting, make_steps
@@ -128,6 +131,48 @@ def test_dry_run_says_what_it_would_take_and_touches_nothing(place, recipe, whol
     assert notes["train"].startswith("30 steps")  # of the plan to come, not of the one that is there
     cli.main([*arguments[:-3], "--dry-run", "-o", str(place / "new")], standalone_mode=False)
     assert "256 → 512 tokens" in capfd.readouterr().out
+
+
+def test_a_forecast_of_another_machine(recipe, place, capfd):
+    arguments = ["extend", "--config", str(recipe), "-o", str(place / "new"), "--gpu", "a100"]
+    cli.main([*arguments, "--dry-run"], standalone_mode=False)
+    assert re.search(r"together about .+ (seconds|minutes) on one A100 \(250 TFLOP/s", capfd.readouterr().out)
+    with pytest.raises(LongRopeError, match="--gpu is for an estimate"):
+        cli.main(arguments, standalone_mode=False)
+
+
+def test_a_forecast_of_days_says_what_to_do_instead(recipe, place, monkeypatch):
+    monkeypatch.setattr(forecasting, "_measured_rate", lambda *_: 1e5)
+    extension = Extension(None, place / "new", config=recipe, stages=("search",), cache=None)
+    expected = forecasting.forecast(extension)
+    assert sum("--gpu h100" in note for note in expected["notes"]) == 1
+    assert re.search(
+        r"about \d+ (days|years) on one CPU", forecasting.forecast_table(extension.setting, expected).caption
+    )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.2, "0 seconds"), (1, "1 second"), (100, "100 seconds"), (150, "2.5 minutes"), (3600, "60 minutes"),
+     (3 * 3600, "3 hours"), (40 * 3600, "40 hours"), (15_340_780, "178 days"), (2e9, "63 years")],
+)  # fmt: skip
+def test_times_are_in_units_that_people_count_in(seconds, words):
+    assert roughly(seconds) == words
+
+
+def test_the_space_suits_what_follows(recipe, place):
+    """Before training the wide space is ahead, after it the paper's; a recipe may say otherwise."""
+    trained = Extension(None, place / "new", config=recipe, stages=(), cache=None)
+    assert trained.setting.recipe.search_config().space == "paper"
+    assert "search: space paper, since the model is trained (see docs/extend.md)" in trained.notes
+    (place / "wide.toml").write_text("target_length = 512")
+    untrained = Extension("tiny", place / "new", config=place / "wide.toml", stages=(), cache=None)
+    assert untrained.setting.recipe.search_config().space == "wide"
+    assert "search: space wide, since the model is not trained (see docs/extend.md)" in untrained.notes
+    (place / "own.toml").write_text('target_length = 512\n[search]\nspace = "paper"')
+    named = Extension("tiny", place / "new", config=place / "own.toml", stages=(), cache=None)
+    assert named.setting.recipe.search_config().space == "paper"
+    assert not any("space" in note for note in named.notes)
 
 
 def test_other_options_run_again_what_depends_on_them(place, recipe, whole):
@@ -255,6 +300,7 @@ def test_without_training_the_model_itself_is_exported(place, recipe, whole):
 def test_without_texts_all_but_training_is_done_and_it_can_be_added(place, recipe, whole, capfd):
     head, evaluations = recipe.read_text().partition("[recall]")[0], recipe.read_text().partition("[[evaluate]]")[1:]
     bare = place / "bare.toml"
+    head = head.replace("[search]\n", '[search]\nspace = "paper"\n')  # as with texts
     bare.write_text(head + "".join(evaluations) + '[verify]\nengines = ["transformers"]\n')
     folder = copy_steps(whole, place / "bare", ["search", *EVALUATIONS[:6]])
     arguments = ["extend", "--config", str(bare), "-o", str(folder), "--cache", str(place / "cache")]
@@ -273,7 +319,7 @@ def test_without_texts_all_but_training_is_done_and_it_can_be_added(place, recip
     # Texts are added: what the search and the evaluations found is kept.
     with_texts = job(place, recipe, folder)
     assert list(with_texts.reasons()) == ["data", "train", *EVALUATIONS[6:], "export", "verify", "report"]
-    assert with_texts.notes == []
+    assert [note.partition(",")[0] for note in with_texts.notes] == ["search: space paper"]
     with pytest.raises(LongRopeError, match="begun with texts to train on, and this recipe names no"):
         job(place, bare, whole)
 

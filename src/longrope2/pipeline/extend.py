@@ -131,6 +131,9 @@ class Extension:
 
     def _all_stages(self, recipe: Recipe) -> list[str]:
         """Those that the recipe has something for."""
+        if "space" not in recipe.search and recipe.search.get("method") != "longrope":
+            why = "the model is trained" if recipe.trains else "the model is not trained"
+            self.notes.append(f"search: space {recipe.search_config().space}, since {why} (see docs/extend.md)")
         if recipe.trains:
             return list(STAGES)
         if any(stage in Ledger(self.folder).steps for stage in TRAINING):

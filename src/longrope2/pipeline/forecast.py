@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from longrope2 import ledger
-from longrope2.console import ConsoleTable, duration
+from longrope2.console import ConsoleTable, roughly
 from longrope2.data.plan import read_plan
 from longrope2.errors import LongRopeError
 from longrope2.evaluation.config import EvaluationConfig, lengths_for
@@ -22,10 +22,13 @@ from longrope2.methods import METHODS
 from longrope2.pipeline.extend import Extension
 from longrope2.pipeline.stages import DATA_PATHS, Setting, Step
 from longrope2.search.evolution import FINALISTS
+from longrope2.search.racing import LEFT_BY_RACING
 from longrope2.training.config import train_config
 from longrope2.training.estimate import (
     FLASH_BACKWARD,
     GIB,
+    GPUS,
+    Gpu,
     ModelShape,
     Work,
     assumed_work,
@@ -46,6 +49,8 @@ COPY_RATE = 5e8
 DECODING = 1.3
 """Evaluations: reading prompts, and the answers."""
 OVERHEAD_SECONDS = {"search": 10.0, "data": 20.0, "train": 10.0, "evaluate": 5.0, "verify": 15.0, "report": 5.0}
+TOO_LONG = 86_400.0
+"""Seconds from which on a forecast says what else to do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,15 +85,17 @@ def this_machine(head_dim: int) -> Machine:
     name = torch.cuda.get_device_name() if on_gpu else f"CPU, {threads} thread{'s' if threads > 1 else ''}"
     known = known_gpu(name) if on_gpu else None
     if known:
-        forward, backward = (rate * 1e12 for rate in known.attention_rates(head_dim))
-        return Machine(
-            name=name, matmul=known.matmul * 1e12, attention=(forward, backward), bytes_per_value=2, on_gpu=True
-        )
+        return _gpu(name, known, head_dim)
     rate = _measured_rate(torch.device(device), dtype)
     # Half of what matrix products reach is what attention came to on the CPU this was tried on.
     return Machine(
         name=name, matmul=rate, attention=(rate / 2, rate / 2), bytes_per_value=dtype.itemsize, on_gpu=on_gpu
     )
+
+
+def _gpu(name: str, known: Gpu, head_dim: int) -> Machine:
+    forward, backward = (rate * 1e12 for rate in known.attention_rates(head_dim))
+    return Machine(name=name, matmul=known.matmul * 1e12, attention=(forward, backward), bytes_per_value=2, on_gpu=True)
 
 
 def _measured_rate(device: torch.device, dtype: torch.dtype, size: int = 1024) -> float:
@@ -101,12 +108,12 @@ def _measured_rate(device: torch.device, dtype: torch.dtype, size: int = 1024) -
     return 2 * size**3 / fastest
 
 
-def forecast(extension: Extension) -> dict[str, Any]:
-    """Time, memory and disk of each step that has to run, and why it has to."""
+def forecast(extension: Extension, gpu: str | None = None) -> dict[str, Any]:
+    """Time, memory and disk of each step that has to run, and why it has to; on this machine, or on a kind of GPU."""
     setting, reasons = extension.setting, extension.reasons()
     training = {name: setting.recipe.train[name] for name in ("lora", "freeze") if name in setting.recipe.train}
     shape = shape_of(skeleton(setting.info), setting.info, **training)
-    machine = this_machine(shape.head_dim)
+    machine = this_machine(shape.head_dim) if gpu is None else _gpu(gpu.upper(), GPUS[gpu], shape.head_dim)
     rows = []
     for step in extension.steps:
         needs = _needs(setting, step, shape, machine, reasons) if step.name in reasons else Needs(seconds=0.0)
@@ -121,11 +128,17 @@ def forecast(extension: Extension) -> dict[str, Any]:
                 "note": needs.note,
             }
         )
+    notes = list(extension.notes)
+    if sum(float(row["seconds"] or 0) for row in rows) > TOO_LONG:
+        notes.append(
+            "to take less time: a GPU (--dry-run --gpu h100 estimates one), a shorter --target-length, or a smaller "
+            "schedule in a recipe ([search] population, iterations, documents; [[evaluate]] lengths, samples)"
+        )
     return {
         "machine": machine.name,
         "matmul_tflops": machine.matmul / 1e12,
         "steps": rows,
-        "notes": extension.notes,
+        "notes": notes,
     }
 
 
@@ -156,19 +169,21 @@ def _reading_memory(shape: ModelShape, machine: Machine, tokens: int) -> float:
 def _search(setting: Setting, _: Step, shape: ModelShape, machine: Machine) -> Needs:
     config = setting.recipe.search_config()
     plan, length = config.evolution, config.target_length
-    candidates = plan.population + plan.iterations * (plan.mutations + plan.crossovers)
-    measured_on = config.held_out or config.documents
-    compared = (FINALISTS + len(METHODS) - 1) * measured_on
-    stages = config.stages(setting.info.rope)
-    evaluations = len(stages) * candidates * config.documents + compared
-    seconds = sum(candidates * config.documents * _forward(shape, machine, stage) for stage in stages)
+    children = plan.iterations * (plan.mutations + plan.crossovers)
+    compared = (FINALISTS + len(METHODS) - 1) * (config.held_out or config.documents)
+    most, seconds = compared, compared * _forward(shape, machine, length)
+    left = LEFT_BY_RACING[plan.race]
+    for number, stage in enumerate(config.stages(setting.info.rope)):
+        # What an earlier stage has found takes the place of half of a first population.
+        documents = (plan.population // (2 if number else 1) + children) * config.documents
+        most += documents
+        seconds += left * documents * _forward(shape, machine, stage)
     return Needs(
-        seconds=OVERHEAD_SECONDS["search"] + seconds + compared * _forward(shape, machine, length),
+        seconds=OVERHEAD_SECONDS["search"] + seconds,
         memory=_reading_memory(shape, machine, length),
-        disk=300.0 * evaluations,
-        note=f"at most {evaluations:,} documents; racing saves many"
-        if plan.race == "statistical"
-        else f"{evaluations:,} documents",
+        disk=300.0 * most,
+        note=f"about {compared + round(left * (most - compared)):,} documents read"
+        + (f", {most:,} without racing" if left < 1 else ""),
     )
 
 
@@ -268,7 +283,7 @@ def forecast_table(setting: Setting, plans: Mapping[str, Any]) -> ConsoleTable:
         [
             step["step"],
             step["state"],
-            "?" if step["seconds"] is None else duration(step["seconds"]),
+            "?" if step["seconds"] is None else roughly(step["seconds"]),
             "-" if step["memory_gib"] is None else f"{step['memory_gib']:,.1f}",
             "?" if step["disk_gib"] is None else f"{step['disk_gib']:,.2f}",
             step["note"] if step["state"] == "to do" else "",
@@ -282,6 +297,6 @@ def forecast_table(setting: Setting, plans: Mapping[str, Any]) -> ConsoleTable:
         f"{recipe.model}, {setting.info.rope.original_length:,} → {recipe.target_length:,} tokens, in {setting.folder}",
         ["step", "state", "time", "memory GiB", "disk GiB", "note"],
         rows,
-        f"together {duration(sum(known))}{more} on one {plans['machine']} "
+        f"together about {roughly(sum(known))}{more} on one {plans['machine']} "
         f"({plans['matmul_tflops']:,.3g} TFLOP/s in matrix products); estimates",
     )

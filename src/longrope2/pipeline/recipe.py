@@ -69,8 +69,12 @@ class Recipe:
         return any((self.source, self.bucket, self.plan, self.train, self.recall is not None))
 
     def search_config(self) -> SearchConfig:
-        """What [search] says."""
-        return search_config(target_length=self.target_length, **self.search)
+        """What [search] says; the space, where it does not say, is the one that suits what follows.
+
+        Before training the wide space finds far more needles, after it the paper's does (docs/results.md).
+        """
+        suits = {} if self.trains or self.search.get("method") == "longrope" else {"space": "wide"}
+        return search_config(target_length=self.target_length, **{**suits, **self.search})
 
     def plan_config(self, original_length: int) -> PlanConfig:
         """What [plan] and [[bucket]] say."""

@@ -6,10 +6,9 @@ from longrope2.console import ProgressLine, say, warn
 from longrope2.search.config import SearchConfig
 from longrope2.search.evolution import Progress
 from longrope2.search.journal import Journal
+from longrope2.search.racing import LEFT_BY_RACING
 from longrope2.search.record import perplexity, shown
 
-RACED = 0.25
-"""The share of evaluations that racing leaves over, about; for the first estimate of how long a search takes."""
 LOG_SECONDS = 60.0
 """Between lines in a log; a document of 128k tokens takes an 8B model ten seconds."""
 
@@ -24,7 +23,7 @@ class Reporter:
         self._line = ProgressLine(num_stages * (schedule.iterations + 1), "search", log_every=LOG_SECONDS)
         self._config, self._journal, self._chance = config, journal, chance
         self._per_stage = schedule.iterations + 1
-        self._expected = schedule.population * config.documents * (RACED if schedule.race == "statistical" else 1.0)
+        self._expected = schedule.population * config.documents * LEFT_BY_RACING[schedule.race]
         self._stage = self._length = self._tokens = self._iteration = self._scored = 0
         self._evaluations = 0
         self._guessing = False
