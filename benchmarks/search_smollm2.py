@@ -46,20 +46,21 @@ VARIANTS: dict[str, dict[str, Any]] = {
 """What differs from the paper's space, one thing at a time, and from the wide one."""
 TEST_SEED = 2026
 DEPTHS = tuple((2 * tenth + 1) / 20 for tenth in range(10))
-KEYS = 8
+PARTS: dict[str, dict[str, Any]] = {
+    "start": {"depth": 0.0, "keys": 1},
+    "depths": {"depth": DEPTHS, "keys": 1},
+    "keys": {"depth": DEPTHS, "keys": 8},
+}
 
 
 class Test:
     """Documents that no search has seen, and the scores of factors on them."""
 
-    def __init__(self, loaded: LoadedModel, length: int, books: str, count: int) -> None:
+    def __init__(self, loaded: LoadedModel, length: int, books: str, count: int, parts: list[str]) -> None:
         self.loaded, self.length = loaded, length
         shelf = list(read_books(books))
         options: dict[str, Any] = {"length": length, "count": count, "seed": TEST_SEED, "from_start": True}
-        self.documents = {
-            part: make_needles(loaded.tokenizer, shelf, depth=depth, keys=keys, **options)
-            for part, depth, keys in (("start", 0.0, 1), ("depths", DEPTHS, 1), ("keys", DEPTHS, KEYS))
-        }
+        self.documents = {part: make_needles(loaded.tokenizer, shelf, **options, **PARTS[part]) for part in parts}
 
     def score(self, factors: RescaleFactors) -> dict[str, Any]:
         """Perplexity, interval and exact answers on each set, and each document's loss."""
@@ -83,6 +84,7 @@ def main() -> None:
     parser.add_argument("--variants", default="paper,wide", help=", ".join(VARIANTS))
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--test", type=int, default=20, help="documents of each kind to compare on")
+    parser.add_argument("--parts", default=",".join(PARTS), help="kinds of documents to compare on")
     parser.add_argument("--factors", nargs="*", default=[], type=Path, help="other factors to score, where they fit")
     parser.add_argument("--schedule", type=json.loads, default={}, help="JSON of options for all searches")
     parser.add_argument("--done", action="store_true", help="search nothing, score what has been found")
@@ -106,7 +108,9 @@ def main() -> None:
                     factors, record = search(loaded, config, folder, here, compare_with=())
                 rows.append((variant, seed, factors, record.to_json()))
                 print(f"{variant} {text} seed {seed}: {record.seconds:.0f} s", file=sys.stderr, flush=True)
-        test = Test(loaded, length, options.test_books, options.test) if options.test else None
+        test = None
+        if options.test:
+            test = Test(loaded, length, options.test_books, options.test, options.parts.split(","))
         rows += [(name, None, rescale(name, loaded.info.rope, length), None) for name in CLOSED_FORMS if test]
         others = [(path.stem, None, RescaleFactors.load(path), None) for path in options.factors]
         rows += [row for row in others if test and row[2].target_length == length]

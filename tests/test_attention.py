@@ -123,3 +123,20 @@ def test_a_layer_that_bypasses_the_function_is_reported():
     with pytest.raises(LongRopeError, match="never called"), torch.no_grad(), trailing.installed():
         model(tokens, use_cache=False)
     assert "forward" not in model.model.layers[-1].__dict__
+
+
+@pytest.mark.parametrize(
+    ("capability", "lacking", "chosen"), [((9, 0), (), "cudnn"), ((8, 0), (), "flash"), ((9, 0), ("cudnn",), "flash")]
+)
+def test_the_same_kernel_is_chosen_whenever_a_job_resumes(capability, lacking, chosen, monkeypatch):
+    """By order, not by a stopwatch: kernels differ in rounding."""
+
+    def agree(kernel, heads, *, training):
+        if kernel.name in lacking:
+            raise RuntimeError("not in this build")
+        return True
+
+    monkeypatch.setattr(kernels, "agrees", agree)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    heads = Heads(torch.device("cuda"), torch.bfloat16, 9, 3, 64)
+    assert choose_kernel.__wrapped__(heads) == Kernel(chosen, kernels.BACKENDS[chosen], grouped=True)
