@@ -47,6 +47,10 @@ def say(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
+def quiet(*_: object) -> None:
+    """Say nothing, as all processes but the main one."""
+
+
 def warn(message: str) -> None:
     """Print a warning on stderr."""
     say(f"warning: {message}")

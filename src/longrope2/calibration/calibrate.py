@@ -21,7 +21,7 @@ from longrope2.calibration.rule import (
     Recommendation,
     recommend,
 )
-from longrope2.console import ConsoleTable, ProgressLine, say, warn
+from longrope2.console import ConsoleTable, ProgressLine, quiet, say, warn
 from longrope2.errors import DataError, FactorsError, LongRopeError, MissingExtraError
 from longrope2.factors import RescaleFactors
 from longrope2.figures import draw_calibration
@@ -231,7 +231,7 @@ def _documents(
             count=config.documents,
             seed=config.seed,
             depth=config.depths,
-            note=_quiet,
+            note=quiet,  # a book that serves again is not worth a line at each of a dozen lengths
         )
     except DataError:
         if config.lengths or length >= original_length:
@@ -288,7 +288,3 @@ def _draw(output: Path, result: Calibration) -> None:
         draw_calibration(result.to_json(), output / "calibration.png")
     except MissingExtraError as error:
         warn(f"no figure: {error}")
-
-
-def _quiet(_: str) -> None:
-    """Needles may serve books again; at a dozen lengths that need not be reported each time."""

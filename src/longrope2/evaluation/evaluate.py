@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from longrope2 import __version__, models
-from longrope2.console import say
+from longrope2.console import quiet, say
 from longrope2.distributed import World
 from longrope2.errors import LongRopeError, chosen
 from longrope2.evaluation.backend import ONE_SIDE, TorchBackend, VllmBackend
@@ -40,7 +40,7 @@ def check_suites(config: EvaluationConfig, window: int, tokenizer: Any) -> None:
     """Refuse lengths, files and chat templates that the suites cannot run with."""
     if config.chat:
         chat_frame(tokenizer)
-    for suite, setup in _setups(config, tokenizer, window, note=_quiet, cache=Path()):
+    for suite, setup in _setups(config, tokenizer, window, note=quiet, cache=Path()):
         suite.refuse(setup)
 
 
@@ -76,7 +76,7 @@ def evaluate(
     engine = EvaluationEngine(
         backend, journal, here, batch_tokens=config.batch_tokens, beyond_window=config.beyond_window
     )
-    setups = _setups(config, backend.tokenizer, backend.window, note=say if here.is_main else _quiet, cache=cache)
+    setups = _setups(config, backend.tokenizer, backend.window, note=say if here.is_main else quiet, cache=cache)
     return {suite.name: suite.measure(setup, engine) for suite, setup in setups}
 
 
@@ -228,7 +228,3 @@ def _described(info: models.ModelInfo, factors: RescaleFactors | None) -> dict[s
         return None
     lengths = {"original_length": info.rope.original_length, "target_length": info.reading.window}
     return {"method": rescaled.method, **lengths, "critical_dimension": None}
-
-
-def _quiet(_: str) -> None:
-    """Only the main process talks."""

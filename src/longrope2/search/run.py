@@ -13,7 +13,7 @@ import torch
 
 from longrope2 import __version__
 from longrope2.books import read_books
-from longrope2.console import ProgressLine, say, warn
+from longrope2.console import ProgressLine, quiet, say, warn
 from longrope2.distributed import World
 from longrope2.errors import LongRopeError
 from longrope2.factors import RescaleFactors
@@ -93,7 +93,7 @@ def search(
     check(config, loaded.info.rope)
     # Within its window the model stays as it is now, also where it was rescaled before.
     baseline = rescale_model(loaded.info, "none", config.target_length, extend_again=True)
-    say_here = say if here.is_main else _quiet
+    say_here = say if here.is_main else quiet
     stages, documents = _prepare(loaded, config, baseline, note=say_here)
     last = stages[-1]
     held_out = range(last.documents.stop, len(documents))
@@ -119,7 +119,7 @@ def search(
             with scoring(loaded.model, baseline, objective=config.objective, compiled=config.compiled) as scorer:
                 reporter = Reporter(config, len(stages), chance, output, journal) if here.is_main else None
                 evaluate = _evaluator(
-                    scorer, last.space, documents, journal, here, scored=reporter.scored if reporter else _quiet
+                    scorer, last.space, documents, journal, here, scored=reporter.scored if reporter else quiet
                 )
                 outcomes = _run_stages(stages, config, evaluate, journal, here, reporter)
                 forms = {name: last.space.closed_form(name) for name in compare_with}
@@ -129,12 +129,12 @@ def search(
                 measured_on = held_out or last.documents
                 tasks = [(genome, index) for genome in (*finalists, *forms.values()) for index in measured_on]
                 line = ProgressLine(len(tasks), "finalists and closed forms, evaluations")
-                counted = line.advance if here.is_main else _quiet
+                counted = line.advance if here.is_main else quiet
                 _evaluator(scorer, last.space, documents, journal, here, scored=counted)(tasks)
                 winner = min(finalists, key=lambda genome: total(scores_of(genome, measured_on)).nll)
                 # A closed form may have been stopped before it had seen all documents.
                 in_sample = [(winner, index) for index in last.documents]
-                _evaluator(scorer, last.space, documents, journal, here, scored=_quiet)(in_sample)
+                _evaluator(scorer, last.space, documents, journal, here, scored=quiet)(in_sample)
     except torch.OutOfMemoryError as error:
         raise LongRopeError(
             f"out of memory at {config.target_length:,} tokens ({loaded.model.dtype} on {loaded.model.device})",
@@ -237,7 +237,7 @@ def _run_stages(
                 carried=carried,
                 stage=stage.number,
                 generation=generation,
-                report=reporter.iteration if reporter is not None else _quiet,
+                report=reporter.iteration if reporter is not None else quiet,
             )
         )
     return outcomes
@@ -324,7 +324,7 @@ def _try_own_window(
     for fraction in WINDOW_FRACTIONS:
         length = round(loaded.info.rope.original_length * fraction)
         try:
-            documents = search_documents(loaded, config, length, count=min(config.documents, 4), note=_quiet)
+            documents = search_documents(loaded, config, length, count=min(config.documents, 4), note=quiet)
         except LongRopeError:
             continue  # a tiny window may be too short for the template
         scores = scorer(baseline, documents)
@@ -381,7 +381,3 @@ def _evaluator(
 
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def _quiet(_: object) -> None:
-    """Say nothing: only the main process talks."""

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from longrope2.console import say, warn
+from longrope2.console import quiet, say, warn
 from longrope2.data.corpus import Corpus, open_corpus, tokenizer_fingerprint
 from longrope2.data.loader import RowLoader
 from longrope2.data.plan import Plan, read_plan
@@ -153,7 +153,7 @@ def prepare(
             count=config.evaluate_documents,
             books=config.books,
             seed=config.seed,
-            note=say if here.is_main else _quiet,
+            note=say if here.is_main else quiet,
         )
     return TrainingRun(
         info=info,
@@ -385,7 +385,7 @@ def _trained(run: TrainingRun, output: Path, here: World, reporter: StepReporter
     if reporter is not None:
         hooks = {"started": reporter.started, "report": reporter.step}
     if run.needles:
-        note = reporter.needles if reporter is not None else _quiet
+        note = reporter.needles if reporter is not None else quiet
         hooks["evaluate"] = Retrieval(run.factors, run.needles, here, every=config.evaluate_every, note=note)
     model = load(run.info, dtype=torch.float32, device=here.device()).model
     if config.lora is not None:
@@ -394,10 +394,6 @@ def _trained(run: TrainingRun, output: Path, here: World, reporter: StepReporter
     freeze(model, config.freeze)
     train_loop(model, run.factors, rows, config, output, here, kind_of=rows.kind, name_row=rows.name, **hooks)
     return model
-
-
-def _quiet(*_: Any) -> None:
-    """Say nothing: only the main process talks."""
 
 
 # The result
