@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,7 @@ def _write_tokenizer(source: SourceModel, folder: Path, factors: RescaleFactors)
 
 def with_provenance(factors: RescaleFactors, export: Mapping[str, Any]) -> RescaleFactors:
     """Factors with a record of how they were exported, by which `is_export` recognises them."""
-    return _changed(factors, provenance={**factors.provenance, EXPORT: dict(export)})
+    return replace(factors, provenance={**factors.provenance, EXPORT: dict(export)})
 
 
 def is_export(factors: RescaleFactors) -> bool:
@@ -152,11 +153,7 @@ def with_forced_temperature(factors: RescaleFactors) -> RescaleFactors:
             hint="fold the temperature of --profile static-long, which has one",
         )
     forced = forced_temperature(factors)
-    return _changed(factors, short_attention_factor=forced, long_attention_factor=forced)
-
-
-def _changed(factors: RescaleFactors, **values: Any) -> RescaleFactors:
-    return RescaleFactors.from_json({**factors.to_json(), **values})
+    return replace(factors, short_attention_factor=forced, long_attention_factor=forced)
 
 
 def serving_config(source: Mapping[str, Any], factors: RescaleFactors, *, dtype: str) -> dict[str, Any]:

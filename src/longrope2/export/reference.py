@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -123,8 +123,8 @@ class Reference:
 
     def _faults(self) -> list[tuple[str, bool, RescaleFactors]]:
         """Ways in which engines have run such models; one of them is right."""
-        ones = [1.0] * len(self.factors.short)
-        plain = RescaleFactors.from_json({**self.factors.to_json(), "short": ones})
+        ones = (1.0,) * len(self.factors.short)
+        plain = replace(self.factors, short=ones)
         sides = [("long factors", True, self.factors), ("short factors", False, self.factors)]
         temperatures = sorted({1.0, self.factors.long_attention_factor, forced_temperature(self.factors)})
         return [
@@ -140,5 +140,4 @@ def _distance(expected: torch.Tensor, answer: Answer) -> float:
 
 
 def _at_temperature(factors: RescaleFactors, temperature: float) -> RescaleFactors:
-    both = {"short_attention_factor": temperature, "long_attention_factor": temperature}
-    return RescaleFactors.from_json({**factors.to_json(), **both})
+    return replace(factors, short_attention_factor=temperature, long_attention_factor=temperature)
