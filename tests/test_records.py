@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from longrope2.records import Record, RecordError, parse, schema
+from longrope2 import records
+from longrope2.records import Record, RecordError, parse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,10 +95,35 @@ def test_lines_of_a_journal_are_typed_too():
     assert parse(Part, {"count": 3, "share": 1}, "line 1") == Part(count=3, share=1.0)
 
 
-def test_a_record_has_a_schema():
-    found = schema(Sample)
-    assert found["required"] == ["name", "parts", "by_length", "config"]
-    assert found["additionalProperties"] is False
+@dataclass(frozen=True, kw_only=True)
+class Earlier(Sample):
+    """As an earlier release wrote it, and read by who needs a part of it."""
+
+    UNMARKED: ClassVar[bool] = True
+    EXTRA: ClassVar[str] = "ignore"
+
+    note: str | None = None
+
+
+def test_a_file_without_a_format_is_read_where_that_is_allowed(tmp_path):
+    content = {**SAMPLE.to_json(), "version": "0.1.0", "more": 1}
+    del content["format"]
+    path = tmp_path / "sample.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(RecordError, match=r"format None, version '0\.1\.0'; expected 'longrope2\.sample', 3"):
+        Sample.load(path)
+    found = Earlier.load(path)
+    assert found == Earlier(**vars(SAMPLE))
+    assert "note" not in found.to_json()  # None by default
+    path.write_text(json.dumps({**content, "format": "longrope2.other"}))
+    with pytest.raises(RecordError, match=r"format 'longrope2\.other'"):
+        Earlier.load(path)
+
+
+def test_every_format_is_that_of_one_file():
+    kinds = [kind for kind in vars(records).values() if isinstance(kind, type) and issubclass(kind, Record)]
+    formats = [kind.FORMAT for kind in kinds if kind not in (Record, records.EvaluationRecord)]  # which is Results
+    assert len(formats) == len(set(formats)) > 8
 
 
 def test_records_need_no_torch():

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from longrope2.records import as_json
+
 
 @dataclass(frozen=True)
 class ConsoleTable:
@@ -19,8 +21,8 @@ class ConsoleTable:
 
 
 def show_json(value: Any) -> None:
-    """Print a value as JSON on stdout."""
-    print(json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False))
+    """Print a record, or any plain value, as JSON on stdout."""
+    print(json.dumps(as_json(value), indent=1, ensure_ascii=False, allow_nan=False))
 
 
 def show_table(shown: ConsoleTable) -> None:

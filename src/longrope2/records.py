@@ -1,13 +1,14 @@
 """Every file that we write as a typed record: what it holds, how it is saved, loaded and refused. Needs no torch."""
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from datetime import datetime
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar, cast
 
-from longrope2.errors import LongRopeError, all_problems
+from longrope2.errors import DataError, all_problems
 from longrope2.files import write_json
 
 if TYPE_CHECKING:
@@ -19,11 +20,12 @@ IN_SAMPLE: SearchPart = "in sample"
 HELD_OUT: SearchPart = "held out"
 SEARCHED = "searched"
 """What a search found, among the methods measured."""
+RowKind = Literal["short", "long"]
 AGAIN = "run the same command again: what is damaged is made again"
 Kind = TypeVar("Kind")
 
 
-class RecordError(LongRopeError):
+class RecordError(DataError):
     """A file is damaged, or is not what it should be."""
 
 
@@ -33,10 +35,15 @@ class Record:
 
     FORMAT: ClassVar[str]
     VERSION: ClassVar[int] = 1
+    UNMARKED: ClassVar[bool] = False
+    """Whether files without a format are read, too: earlier releases wrote them so, with the same keys."""
+    FIRST_LINE: ClassVar[bool] = False
+    """Whether it is the first of many lines."""
 
     def to_json(self) -> dict[str, Any]:
         """The content of the file."""
-        return {"format": self.FORMAT, "version": self.VERSION, **as_json(dataclasses.asdict(self))}
+        content: dict[str, Any] = as_json(self)
+        return content
 
     def save(self, path: Path) -> None:
         """Write the file, atomically."""
@@ -46,19 +53,48 @@ class Record:
     def load(cls, path: Path, *, hint: str = AGAIN) -> Self:
         """Read the file; FileNotFoundError where there is none, RecordError with every problem where it is damaged."""
         try:
-            text = path.read_bytes()
+            with path.open("rb") as file:
+                text = file.readline() if cls.FIRST_LINE else file.read()
         except FileNotFoundError:
             raise
         except OSError as error:
             raise RecordError(f"{path}: cannot be read ({error.strerror})", hint="check its permissions") from error
         content = parse(dict[str, Any], text, f"{path}: damaged", hint=hint)
         found = content.pop("format", None), content.pop("version", None)
-        if found != (cls.FORMAT, cls.VERSION):
+        if found != (cls.FORMAT, cls.VERSION) and not (cls.UNMARKED and found[0] is None):
             raise RecordError(
-                f"{path}: format {found[0]!r}, version {found[1]!r}; expected {cls.FORMAT!r}, {cls.VERSION}",
-                hint="another release wrote it: use that one, or another folder",
+                f"{path}: format {found[0]!r}, version {found[1]!r}; expected {cls.FORMAT!r}, {cls.VERSION}", hint=hint
             )
         return parse(cls, content, f"{path}: damaged", hint=hint)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StageRun:
+    """How a stage was run."""
+
+    config: dict[str, Any]
+    versions: dict[str, str]
+    processes: int
+    device: str
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Table:
+    """A table as it is shown, or written."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[str]]
+    caption: str = ""
+
+    def markdown(self) -> str:
+        """As text with pipes."""
+        lines = [self.columns, ["---", *["---:"] * (len(self.columns) - 1)], *self.rows]
+        # A name may hold what markdown ends a cell or a row at.
+        cells = [[" ".join(text.replace("|", "\\|").split("\n")) for text in line] for line in lines]
+        table = "\n".join(f"| {' | '.join(line)} |" for line in cells)
+        return f"**{self.title}**\n\n{table}\n" + (f"\n{self.caption}\n" if self.caption else "")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,7 +149,7 @@ class SearchIteration:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SearchRecord(Record):
+class SearchRecord(Record, StageRun):
     """search.json."""
 
     FORMAT: ClassVar[str] = "longrope2.search"
@@ -128,8 +164,6 @@ class SearchRecord(Record):
     """A digest of all documents."""
     stages: tuple[int, ...]
     """Lengths, one after another."""
-    config: dict[str, Any]
-    versions: dict[str, str]
     critical_dimension: int | None
     best: dict[str, Any]
     chance: float | None
@@ -141,10 +175,157 @@ class SearchRecord(Record):
     document_evaluations: int
     exhaustive_evaluations: int
     """What the same candidates would have cost without racing."""
-    seconds: float
     resumed_evaluations: int
-    processes: int
-    device: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Marks:
+    """The tokens that open and close a document, and the one that fills up a row."""
+
+    bos: int | None
+    """Opens every piece of a document, so that a row begins as a prompt does; None: nothing opens it."""
+    eos: int | None
+    """Closes a document where it really ends, never where it was cut."""
+    pad: int
+    """Never attended to by a document and never a label."""
+
+    def __post_init__(self) -> None:
+        if min(self.bos or 0, self.eos or 0, self.pad) < 0:
+            raise ValueError(f"no token is below 0, got {self}")
+
+    def size(self, num_tokens: int, *, ends: bool) -> int:
+        """The tokens that a piece of `num_tokens` takes in a row."""
+        return (self.bos is not None) + num_tokens + (ends and self.eos is not None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SourceShare:
+    """What became of a source's documents in a plan."""
+
+    source: str
+    corpus_documents: int
+    corpus_tokens: int
+    placed: int
+    placed_tokens: int
+    truncated: int
+    truncated_tokens: int
+    unused: int
+    unused_tokens: int
+    dropped: dict[str, dict[Literal["documents", "tokens"], int]]
+    """By the reason."""
+    most_uses: int
+    """Of one document."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BucketShare:
+    """A bucket's part of a plan."""
+
+    bucket: str
+    kind: RowKind
+    quota_share: float
+    share: float
+    rows: int
+    rows_wanted: int
+    tokens: int
+    padding: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CellShare:
+    """What a source gave to a bucket."""
+
+    source: str
+    bucket: str
+    kind: RowKind
+    documents: int
+    tokens: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Composition:
+    """What a plan is made of."""
+
+    rows: int
+    target_length: int
+    tokens: int
+    document_tokens: int
+    mark_tokens: int
+    """BOS and EOS."""
+    padding: int
+    padding_share: float
+    buckets: tuple[BucketShare, ...]
+    sources: tuple[SourceShare, ...]
+    cells: tuple[CellShare, ...]
+    warnings: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanHeader(Record):
+    """The first line of a plan."""
+
+    FORMAT: ClassVar[str] = "longrope2-plan"
+    FIRST_LINE: ClassVar[bool] = True
+
+    rows: int
+    config: dict[str, Any]
+    sources: tuple[dict[str, Any], ...]
+    corpus_keys: tuple[str, ...]
+    """The tokenised form of each source, by its key in the cache."""
+    tokenizer: str
+    """A fingerprint of it."""
+    marks: Marks
+    versions: dict[str, str]
+    report: Composition
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanLine:
+    """A further line of a plan: a row. Kind and bucket in words, since people read plans."""
+
+    kind: RowKind
+    bucket: str
+    padding: int
+    spans: tuple[tuple[int, int, int, int], ...]
+    """Source, document, first token and the one after the last."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CorpusRecord(Record):
+    """KEY.json: what was written beside the Arrow file of a tokenised source once that was complete."""
+
+    FORMAT: ClassVar[str] = "longrope2-corpus"
+
+    source: str
+    documents: int
+    tokens: int
+    bytes: int
+    crc32: int
+    tokenizer: str
+    versions: dict[str, str]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepLine:
+    """A line of log.jsonl: a step. A kind of row that the step had none of has no loss."""
+
+    step: int
+    loss: float
+    loss_short: float | None = None
+    loss_long: float | None = None
+    gradient_norm: float
+    learning_rate: float
+    tokens: int
+    seconds: float
+    tokens_per_second: float
+    mfu: float | None = None
+    memory_gib: float | None = None
+
+    @property
+    def losses(self) -> dict[str, float]:
+        """Of all rows, and of each kind."""
+        found = {"loss": self.loss, "loss_short": self.loss_short, "loss_long": self.loss_long}
+        return {name: value for name, value in found.items() if value is not None}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -169,7 +350,34 @@ class NeedleLine:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainingRecord(Record):
+class TrainingSettings(Record):
+    """run.json: what a training was begun with."""
+
+    FORMAT: ClassVar[str] = "longrope2.training-run"
+    UNMARKED: ClassVar[bool] = True
+
+    identity: dict[str, Any]
+    """What must be the same for a run to go on."""
+    config: dict[str, Any]
+    versions: dict[str, str]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointRecord(Record):
+    """checkpoint.json, beside the shards."""
+
+    FORMAT: ClassVar[str] = "longrope2.checkpoint"
+    UNMARKED: ClassVar[bool] = True
+
+    step: int
+    config: dict[str, Any]
+    versions: dict[str, str]
+    files: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Their checksums."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingRecord(Record, StageRun):
     """training.json: what was done with what, and what came of it."""
 
     FORMAT: ClassVar[str] = "longrope2.training"
@@ -177,13 +385,8 @@ class TrainingRecord(Record):
     model: dict[str, Any]
     factors: dict[str, Any]
     plan: dict[str, Any]
-    config: dict[str, Any]
-    versions: dict[str, str]
-    processes: int
-    device: str
     steps: int
     tokens: int
-    seconds: float
     losses: dict[Literal["first", "last"], dict[str, float]]
     """Of the first and the last step, where any was logged."""
     needles: dict[Literal["first", "last"], NeedleLine]
@@ -193,6 +396,242 @@ class TrainingRecord(Record):
         for name, ends in (("losses", self.losses), ("needles", self.needles)):
             if len(ends) == 1:
                 raise ValueError(f"{name} must have first and last, or nothing, got {', '.join(ends)} alone")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeasuredDocument:
+    """The answer of one needle document."""
+
+    depth: float
+    nll: float
+    """Nats per answer token."""
+    exact: bool
+    """Whether every token of the answer was right."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeasuredSide:
+    """One RoPE at one length."""
+
+    nll: float
+    nll_error: float
+    """One standard error over the documents."""
+    exact: float
+    """The share of exact answers."""
+    worst: float
+    """The same, at the depth where it is least."""
+    by_document: tuple[MeasuredDocument, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeasuredLength:
+    """Both RoPEs at one length, on the same documents."""
+
+    length: int
+    gain: float
+    """The answer's NLL under the original RoPE less that under the long one."""
+    gain_error: float
+    original: MeasuredSide
+    long: MeasuredSide
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recommendation:
+    """A switch length, the measured lengths that are as good, and the lengths at which each RoPE is good."""
+
+    switch_length: int
+    as_good_from: int
+    as_good_to: int
+    """Every measured length between these is as good, within the error."""
+    original_stops: int | None
+    """Where the original RoPE stops retrieving."""
+    long_better_from: int | None
+
+    def in_words(self) -> str:
+        """The recommendation and what it rests on."""
+        lines = [
+            "the original RoPE retrieves at every measured length"
+            if self.original_stops is None
+            else f"the original RoPE stops retrieving at {self.original_stops:,} tokens",
+            "the long RoPE is not better at the longest measured length"
+            if self.long_better_from is None
+            else f"the long RoPE is better from {self.long_better_from:,} tokens on",
+            f"recommended switch length: {self.switch_length:,}",
+        ]
+        low, high = self.as_good_from, self.as_good_to
+        if low != high:
+            lines[-1] += f" (of the measured lengths, those from {low:,} to {high:,} are as good within the error)"
+        return "\n".join(lines)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CalibrationRecord(Record, Recommendation):
+    """calibration.json: what was measured, and the switch length that follows."""
+
+    FORMAT: ClassVar[str] = "longrope2.calibration"
+
+    method: str
+    original_length: int
+    target_length: int
+    model: str
+    revision: str
+    dtype: str
+    config: dict[str, Any]
+    versions: dict[str, str]
+    points: tuple[MeasuredLength, ...]
+    factors: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Values:
+    """The samples behind a number, one by one: what two models made of the same questions can be paired."""
+
+    asked: str
+    """A hash of the questions."""
+    values: tuple[float | None, ...]
+    """Scores from 0 to 1, or documents' mean negative log-likelihoods; None where the perplexity overflows."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cell:
+    """A mean of scores in percent, with its 95% interval."""
+
+    score: float
+    samples: int
+    low: float
+    high: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Grid:
+    """Scores by length and depth, for a heatmap."""
+
+    lengths: tuple[int, ...]
+    depths: tuple[float, ...]
+    cells: tuple[tuple[Cell, ...], ...]
+    """A row for each depth, a cell for each length."""
+
+    def __post_init__(self) -> None:
+        if not self.lengths or [len(row) for row in self.cells] != [len(self.lengths)] * (len(self.depths) or 1):
+            raise ValueError("there must be a row of cells for each depth, and in it a cell for each length")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One number of a table."""
+
+    suite: str
+    task: str
+    length: int | None
+    """None where the suite has one length of its own."""
+    metric: str
+    score: float | None
+    """In percent, except a perplexity; None where that overflows."""
+    samples: int
+    low: float | None
+    high: float | None
+    """The ends of the 95% interval; None for a single document."""
+    each: Values | None = dataclasses.field(default=None, repr=False)
+    """None for an average, and in a file, where `values` has them by place."""
+
+    @property
+    def place(self) -> str:
+        """Where it belongs, in one word."""
+        return f"{self.suite}/{self.task}/{self.length}"
+
+    @property
+    def percent(self) -> Cell:
+        """The same without its place; only a perplexity has none."""
+        assert self.score is not None and self.low is not None and self.high is not None  # noqa: PT018
+        return Cell(score=self.score, samples=self.samples, low=self.low, high=self.high)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Results(Record):
+    """A file that `longrope2 compare` reads: results.json, or one with these of its keys."""
+
+    FORMAT: ClassVar[str] = "longrope2.results"
+    UNMARKED: ClassVar[bool] = True
+    EXTRA: ClassVar[str] = "ignore"
+
+    name: str
+    model: str
+    factors: dict[str, Any] | None
+    """What rescales the model; None for an original one."""
+    notes: tuple[str, ...]
+    """What a reader of the numbers must know."""
+    scores: tuple[Measured, ...]
+    grids: dict[str, Grid]
+    """By suite."""
+    values: dict[str, Values] = dataclasses.field(default_factory=dict)
+    """By place."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluationRecord(Results, StageRun):
+    """results.json."""
+
+    EXTRA: ClassVar[str] = "forbid"
+
+    revision: str
+    weights: str
+    """A fingerprint of them."""
+    backend: str
+    window: int
+    dtype: str | None = None
+    switch_length: int | None = None
+    factors_digest: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ComparedRun:
+    """A row of a comparison."""
+
+    name: str
+    folder: str
+    model: str
+    factors: dict[str, Any] | None
+    notes: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ComparisonRecord(Record):
+    """compare.json."""
+
+    FORMAT: ClassVar[str] = "longrope2.comparison"
+
+    runs: tuple[ComparedRun, ...]
+    base: str | None
+    """The row that retention refers to."""
+    retention: dict[str, float]
+    scores: dict[str, tuple[Measured, ...]]
+    against: str | None
+    """The row that differences refer to."""
+    differences: dict[str, tuple[Measured, ...]]
+    grids: dict[str, dict[str, Grid]]
+    tables: tuple[Table, ...]
+    markdown: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """What an engine made of an export."""
+
+    engine: str
+    mode: str
+    max_error: float | None
+    verdict: Literal["right", "WRONG", "FAILED", "known limit", "not checked"]
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VerifyRecord(Record):
+    """verify.json."""
+
+    FORMAT: ClassVar[str] = "longrope2.verify"
+
+    exports: dict[str, tuple[Finding, ...]]
+    """By place."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -250,12 +689,11 @@ class RunRecord(Record):
         }
 
 
-def parse(kind: type[Kind], content: bytes | Mapping[str, Any], source: str, *, hint: str = AGAIN) -> Kind:
-    """A typed value from JSON text or from plain values that JSON holds; RecordError names every problem."""
+def parse(kind: type[Kind], content: Any, source: str, *, hint: str = AGAIN) -> Kind:
+    """A typed value from JSON text (bytes) or from plain values that JSON holds; RecordError names every problem."""
     from pydantic import ValidationError
-    from pydantic_core import to_json
 
-    text = content if isinstance(content, bytes) else to_json(content)
+    text = content if isinstance(content, bytes) else json.dumps(content)
     try:
         found: Kind = _adapter(cast(Any, kind)).validate_json(text)
     except ValidationError as error:
@@ -264,18 +702,18 @@ def parse(kind: type[Kind], content: bytes | Mapping[str, Any], source: str, *, 
 
 
 def as_json(value: Any) -> Any:
-    """A value as a JSON file gives it back."""
-    if isinstance(value, dict):
+    """A value as a JSON file gives it back; a field that is None by default is left out where it is None."""
+    if dataclasses.is_dataclass(value):
+        marks = {"format": value.FORMAT, "version": value.VERSION} if isinstance(value, Record) else {}
+        fields = [(field, getattr(value, field.name)) for field in dataclasses.fields(value)]
+        return marks | {
+            field.name: as_json(item) for field, item in fields if item is not None or field.default is not None
+        }
+    if isinstance(value, Mapping):
         return {key: as_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [as_json(item) for item in value]
     return value.isoformat() if isinstance(value, datetime) else value
-
-
-def schema(kind: type) -> dict[str, Any]:
-    """The JSON Schema of a record, or of any dataclass of plain values."""
-    found: dict[str, Any] = _adapter(cast(Any, kind)).json_schema()
-    return found
 
 
 @cache
@@ -283,7 +721,7 @@ def _adapter(kind: Any) -> Any:
     from pydantic import ConfigDict, TypeAdapter
 
     # JSON has neither NaN nor infinity; 1 is not true, and "1" is not a number.
-    config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    config = ConfigDict(strict=True, extra=getattr(kind, "EXTRA", "forbid"), allow_inf_nan=False)
     if dataclasses.is_dataclass(kind):
         setattr(kind, "__pydantic_config__", config)  # noqa: B010
         return TypeAdapter(kind)
@@ -301,7 +739,8 @@ def _in_words(error: "ValidationError") -> list[str]:
             case "unexpected_keyword_argument" | "extra_forbidden":
                 found.append(f"unknown key {place!r}")
             case "value_error":
-                found.append(str(problem["msg"]).removeprefix("Value error, "))
+                message = str(problem["msg"]).removeprefix("Value error, ")
+                found.append(f"{place}: {message}" if place else message)
             case "json_invalid":
                 found.append(f"{problem['msg'][0].lower()}{problem['msg'][1:]}")
             case _:

@@ -9,8 +9,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from longrope2.data.config import Mix, PlanConfig, Source
-from longrope2.data.corpus import Corpus, Marks
+from longrope2.data.corpus import Corpus
 from longrope2.data.plan import make_plan
+from longrope2.records import Marks
 
 MARKS = Marks(bos=1, eos=2, pad=3)
 FIRST_TOKEN = 10

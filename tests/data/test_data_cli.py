@@ -15,6 +15,7 @@ from longrope2.data.loader import RowLoader
 from longrope2.data.plan import plan_documents, read_plan
 from longrope2.errors import DataError, LongRopeError
 from longrope2.models import ASSETS
+from longrope2.records import as_json
 
 WORDS = "the old man went down to the sea and saw a ship that came from far away".split()  # noqa: SIM905
 
@@ -87,8 +88,8 @@ def test_a_plan_from_the_command_line(folder, cache, tmp_path):
     assert "tokenising" in result.stderr
     plan = read_plan(tmp_path / "plan.jsonl")
     assert len(plan) == 39
-    assert [bucket["rows"] for bucket in plan.report["buckets"]] == [12, 12, 15]
-    assert plan.report["padding_share"] <= 0.01
+    assert [bucket.rows for bucket in plan.report.buckets] == [12, 12, 15]
+    assert plan.report.padding_share <= 0.01
     rows = RowLoader.open(plan, cache)
     assert {rows.row(index).token_ids.shape for index in range(len(rows))} == {(1024,)}
 
@@ -103,7 +104,7 @@ def test_a_plan_from_a_file_with_json(folder, cache, tmp_path, capsys):
         cli.main(["data", "plan", "tiny", "-o", str(tmp_path / name), *options], standalone_mode=False)
         outputs.append(json.loads(capsys.readouterr().out))
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
-    assert outputs[0] == outputs[1] == read_plan(tmp_path / "a").report
+    assert outputs[0] == outputs[1] == as_json(read_plan(tmp_path / "a").report)
     assert outputs[0]["rows"] == 19
     assert [bucket["bucket"] for bucket in outputs[0]["buckets"]] == ["short", "257-2000"]
     # Paths are looked for beside the file, and named as they stand in it.
@@ -161,8 +162,8 @@ def test_books_cut_to_lengths_serve_every_bucket(tmp_path, monkeypatch):
     short = [next(iter(sources_read()))]
     monkeypatch.setattr("longrope2.data.corpus.read_documents", lambda source: iter(short))
     plan = plan_documents("tiny", tmp_path / "p", config=config, cache=tmp_path / "cache", tokens="30k")
-    assert [bucket["rows"] for bucket in plan.report["buckets"]] == [9, 9, 11]
-    assert not any("bucket" in warning for warning in plan.report["warnings"])
+    assert [bucket.rows for bucket in plan.report.buckets] == [9, 9, 11]
+    assert not any("bucket" in warning for warning in plan.report.warnings)
 
 
 def sources_read():

@@ -75,7 +75,7 @@ def test_short_rows_hold_whole_short_documents_but_for_the_one_cut_last(lengths,
         cut += len(cut_here)
         assert row.padding <= 2  # what cannot hold BOS and a token; 1% of this small row is nothing
     if all(row.kind == "short" for row in plan):
-        assert plan.report["sources"][0]["truncated"] == cut
+        assert plan.report.sources[0].truncated == cut
 
 
 @settings(max_examples=150)
@@ -87,15 +87,15 @@ def test_everything_is_accounted_for(lengths, marks, seed, rows):
     plan, corpus = result
     report = plan.report
     spans = [span for row in plan for span in row.spans]
-    assert report["tokens"] == len(plan) * TARGET
-    assert report["document_tokens"] == sum(span.stop - span.start for span in spans)
-    assert report["padding"] == sum(row.padding for row in plan)
-    assert report["document_tokens"] + report["mark_tokens"] + report["padding"] == report["tokens"]
-    assert sum(cell["tokens"] for cell in report["cells"]) == report["document_tokens"]
-    assert sum(bucket["rows"] for bucket in report["buckets"]) == len(plan)
-    (source,) = report["sources"]
-    dropped = sum(drop["tokens"] for drop in source["dropped"].values())
-    parts = [source["placed_tokens"], source["truncated_tokens"], source["unused_tokens"], dropped]
+    assert report.tokens == len(plan) * TARGET
+    assert report.document_tokens == sum(span.stop - span.start for span in spans)
+    assert report.padding == sum(row.padding for row in plan)
+    assert report.document_tokens + report.mark_tokens + report.padding == report.tokens
+    assert sum(cell.tokens for cell in report.cells) == report.document_tokens
+    assert sum(bucket.rows for bucket in report.buckets) == len(plan)
+    (source,) = report.sources
+    dropped = sum(drop["tokens"] for drop in source.dropped.values())
+    parts = [source.placed_tokens, source.truncated_tokens, source.unused_tokens, dropped]
     assert min(parts) >= 0
     assert sum(parts) == sum(lengths) == corpus.num_tokens
 
@@ -127,19 +127,19 @@ def test_quotas_are_met_within_one_row(seed, rows):
     many = [*rng.integers(1, 14, 900), *rng.integers(18, 47, 400), *rng.integers(49, 98, 200)]
     plan, _ = plan_of([int(n) for n in many], rows=rows, seed=seed)
     assert len(plan) == rows
-    for bucket in plan.report["buckets"]:
-        assert abs(bucket["rows"] - rows * bucket["quota_share"]) < 1
-        assert bucket["rows"] == bucket["rows_wanted"]
-    assert not any("bucket" in warning for warning in plan.report["warnings"])
+    for bucket in plan.report.buckets:
+        assert abs(bucket.rows - rows * bucket.quota_share) < 1
+        assert bucket.rows == bucket.rows_wanted
+    assert not any("bucket" in warning for warning in plan.report.warnings)
 
 
 def test_without_a_number_of_rows_the_scarcest_bucket_decides():
     plan, _ = plan_of([10] * 60 + [30] * 100 + [80] * 100)
-    short, middle, top = (bucket["rows"] for bucket in plan.report["buckets"])
+    short, middle, top = (bucket.rows for bucket in plan.report.buckets)
     assert short == 60 // 6  # five whole documents a row, and a sixth that is cut
     assert abs(middle - short) <= 1
     assert abs(top - short * 4 / 3) <= 1
-    assert any("bucket 1-16 has the fewest documents" in warning for warning in plan.report["warnings"])
+    assert any("bucket 1-16 has the fewest documents" in warning for warning in plan.report.warnings)
 
 
 def test_same_seed_same_plan_other_seed_other_plan(tmp_path):
@@ -162,18 +162,18 @@ def test_many_short_documents_leave_hardly_any_padding():
     rng = np.random.default_rng(0)
     documents = np.clip(rng.lognormal(6.5, 1.2, 20_000), 1, 8000).astype(int).tolist()
     plan, corpus = plan_of(documents, target_length=131072, original_length=8192)
-    assert plan.report["padding_share"] < 0.001
+    assert plan.report.padding_share < 0.001
     assert all(row.padding <= 0.01 * 131072 for row in plan)
-    assert plan.report["sources"][0]["truncated_tokens"] < 0.001 * corpus.num_tokens
+    assert plan.report.sources[0].truncated_tokens < 0.001 * corpus.num_tokens
 
 
 def test_documents_that_fit_badly_are_cut_rather_than_padded():
     documents = [40] * 400  # with BOS and EOS 42; 23 fit into 1000 and leave 34
     plan, _ = plan_of(documents, target_length=1000, original_length=100, buckets=(Bucket(up_to=100, quota=1),))
-    (source,) = plan.report["sources"]
-    assert source["truncated"] == len(plan) == 16
-    assert source["truncated_tokens"] == 16 * (40 - 33)
-    assert plan.report["padding"] == 0
+    (source,) = plan.report.sources
+    assert source.truncated == len(plan) == 16
+    assert source.truncated_tokens == 16 * (40 - 33)
+    assert plan.report.padding == 0
     padded, _ = plan_of(
         documents,
         target_length=1000,
@@ -181,9 +181,9 @@ def test_documents_that_fit_badly_are_cut_rather_than_padded():
         buckets=(Bucket(up_to=100, quota=1),),
         max_padding=0.05,
     )
-    assert padded.report["sources"][0]["truncated"] == 0
-    assert padded.report["padding_share"] == pytest.approx(0.034)
-    assert any("are padding" in warning for warning in padded.report["warnings"])
+    assert padded.report.sources[0].truncated == 0
+    assert padded.report.padding_share == pytest.approx(0.034)
+    assert any("are padding" in warning for warning in padded.report.warnings)
 
 
 def test_long_documents_go_on_in_the_next_row():
@@ -203,9 +203,9 @@ def test_a_long_document_that_just_fits_is_whole():
 def test_over_long_documents_are_cut_evenly_or_dropped():
     buckets = (Bucket(above=16, up_to=50, quota=1), Bucket(above=50, up_to=100, quota=1))
     cut, _ = plan_of([1000], buckets=buckets, rows=5)
-    assert cut.report["sources"][0]["dropped"] == {}
-    assert cut.report["cells"][0]["tokens"] == 0  # pieces are more than half of the top, so all are in that bucket
-    assert cut.report["cells"][1]["tokens"] > 0
+    assert cut.report.sources[0].dropped == {}
+    assert cut.report.cells[0].tokens == 0  # pieces are more than half of the top, so all are in that bucket
+    assert cut.report.cells[1].tokens > 0
     config = PlanConfig(target_length=TARGET, original_length=ORIGINAL, buckets=buckets)
     pieces = make_pieces(Source(path="memory"), np.array([98, 99]), MARKS, config)  # the first just fits
     assert list(zip(pieces.document, pieces.start, pieces.stop, strict=True)) == [(0, 0, 98), (1, 0, 49), (1, 49, 99)]
@@ -215,16 +215,16 @@ def test_over_long_documents_are_cut_evenly_or_dropped():
 
 def test_a_source_can_be_cut_to_lengths():
     plan, _ = plan_of([5000], source=Source(path="memory", cut=(16, 40, 90)))
-    assert {bucket["rows"] > 0 for bucket in plan.report["buckets"]} == {True}
+    assert {bucket.rows > 0 for bucket in plan.report.buckets} == {True}
     assert max(s.stop - s.start for row in plan if row.kind == "short" for s in row.spans) == 14
-    assert plan.report["sources"][0]["dropped"] == {}
+    assert plan.report.sources[0].dropped == {}
 
 
 def test_dropped_documents_are_told_by_reason():
     buckets = (Bucket(above=4, up_to=16, quota=1), Bucket(above=40, up_to=80, quota=1))
     documents = [0, 1, 2, 30, 31, 32, 200] + [12] * 50 + [60] * 20
     plan, _ = plan_of(documents, buckets=buckets, over_long="drop")
-    assert {reason: drop["documents"] for reason, drop in plan.report["sources"][0]["dropped"].items()} == {
+    assert {reason: drop["documents"] for reason, drop in plan.report.sources[0].dropped.items()} == {
         "empty": 1,
         "too short": 2,
         "between buckets": 3,
@@ -239,18 +239,18 @@ def two_sources(first: Source, second: Source, *lengths: list[int], **options) -
 
 
 def shares(plan: Plan) -> dict[tuple[str, str], float]:
-    cells = plan.report["cells"]
+    cells = plan.report.cells
     of_bucket = Counter()
     for cell in cells:
-        of_bucket[cell["bucket"]] += cell["tokens"]
-    return {(cell["source"], cell["bucket"]): cell["tokens"] / of_bucket[cell["bucket"]] for cell in cells}
+        of_bucket[cell.bucket] += cell.tokens
+    return {(cell.source, cell.bucket): cell.tokens / of_bucket[cell.bucket] for cell in cells}
 
 
 def test_sources_keep_their_weight_in_every_bucket():
     rng = np.random.default_rng(0)
     mixed = [[*rng.integers(2, 14, 3000).tolist(), *rng.integers(20, 90, 2000).tolist()] for _ in range(2)]
     plan = two_sources(Source(path="a", weight=3), Source(path="b"), *mixed, rows=200)
-    assert plan.report["warnings"] == []
+    assert plan.report.warnings == ()
     for (source, _), share in shares(plan).items():
         assert share == pytest.approx({"a": 0.75, "b": 0.25}[source], abs=0.04)
 
@@ -261,13 +261,13 @@ def test_a_source_serves_only_its_buckets():
         rows=20, buckets=(Bucket(up_to=16, quota=1), Bucket(above=16, up_to=50, quota=1)),
     )  # fmt: skip
     assert shares(plan)["a", "17-50"] == 0
-    assert plan.report["sources"][0]["dropped"]["bucket not served"]["documents"] == 200
-    assert plan.report["warnings"] == []
+    assert plan.report.sources[0].dropped["bucket not served"]["documents"] == 200
+    assert plan.report.warnings == ()
 
 
 def test_a_source_without_or_out_of_documents_is_warned_of():
     plan = two_sources(Source(path="a"), Source(path="b"), [10] * 400, [10] * 5 + [30] * 200 + [80] * 90, rows=30)
-    warnings = "\n".join(plan.report["warnings"])
+    warnings = "\n".join(plan.report.warnings)
     assert "source a has no document in bucket 17-50; the others take its 50%" in warnings
     assert "source b ran out of documents in bucket 1-16" in warnings
 
@@ -293,18 +293,18 @@ def test_a_bucket_that_cannot_be_filled_is_warned_of_or_repeated():
     assert len(plan) < 30
     assert any(
         "bucket 51-100: 6 of 12 rows; its documents have 410 tokens, 768 are needed" in warning
-        for warning in plan.report["warnings"]
+        for warning in plan.report.warnings
     )
     repeated, _ = plan_of(documents, rows=30, repeat=True)
     assert len(repeated) == 30
-    assert repeated.report["sources"][0]["most_uses"] == 2
-    assert any("documents repeat, some up to 2 times" in warning for warning in repeated.report["warnings"])
+    assert repeated.report.sources[0].most_uses == 2
+    assert any("documents repeat, some up to 2 times" in warning for warning in repeated.report.warnings)
 
 
 def test_an_empty_bucket_leaves_the_others():
     plan, _ = plan_of([30] * 100 + [80] * 100)
     assert {row.kind for row in plan} == {"long"}
-    assert any("bucket 1-16: its documents do not fill one row" in warning for warning in plan.report["warnings"])
+    assert any("bucket 1-16: its documents do not fill one row" in warning for warning in plan.report.warnings)
 
 
 def test_default_buckets_are_the_papers():
@@ -410,11 +410,11 @@ def damage(line: int, old: str, new: str):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda lines: [], "not a plan"),
-        (lambda lines: ["[]"], "not a plan"),
-        (damage(1, '"version": 1', '"version": 9'), "a plan of version 9, version 1 expected"),
-        (damage(1, '"marks"', '"marx"'), "the header in line 1 is damaged"),
-        (damage(1, '"bos": 1', '"bos": "1"'), "the header in line 1 is damaged"),
+        (lambda lines: [], "plan.jsonl: damaged: invalid JSON"),
+        (lambda lines: ["[]"], "the whole must be an object"),
+        (damage(1, '"version": 1', '"version": 9'), "format 'longrope2-plan', version 9; expected 'longrope2-plan', 1"),
+        (damage(1, '"marks"', '"marx"'), "plan.jsonl: damaged: 2 problems\n  - marks is missing\n"),
+        (damage(1, '"bos": 1', '"bos": "1"'), "plan.jsonl: damaged: marks.bos must be a valid integer"),
         (damage(1, '"seed": 0', '"seed": -4'), "the header in line 1 is damaged"),
         (damage(3, '"spans":[[0,', '"spans":[[7,'), "line 3 is damaged"),
         (damage(3, '"spans":[[0,', '"spans":[[0,-'), "line 3 is damaged"),

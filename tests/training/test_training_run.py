@@ -312,14 +312,14 @@ def test_parts_that_do_not_belong_together_are_refused(sample, tmp_path, monkeyp
     foreign = build_plan(
         config=PlanConfig(target_length=TARGET, original_length=WINDOW), sources=plan.sources,
         corpus_keys=plan.corpus_keys, tokenizer="sha256:other", marks=plan.marks, buckets=[0], padding=[0],
-        spans=[plan.spans[:1]], report={},
+        spans=[plan.spans[:1]], report=plan.report,
     )  # fmt: skip
     foreign.save(tmp_path / "plan.jsonl")
     with pytest.raises(LongRopeError, match="another tokenizer"):
         sample.run(tmp_path / "run", plan=tmp_path / "plan.jsonl")
     empty = build_plan(
         config=plan.config, sources=plan.sources, corpus_keys=plan.corpus_keys, tokenizer=plan.tokenizer,
-        marks=plan.marks, buckets=[], padding=[], spans=[], report={},
+        marks=plan.marks, buckets=[], padding=[], spans=[], report=plan.report,
     )  # fmt: skip
     empty.save(tmp_path / "plan.jsonl")
     with pytest.raises(LongRopeError, match="no rows"):

@@ -2,12 +2,13 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
 
 from longrope2.console import ConsoleTable
 from longrope2.data.config import PlanConfig, Source
-from longrope2.data.corpus import Corpus, Marks
+from longrope2.data.corpus import Corpus
 from longrope2.data.packing import Draw, Packed, Piece, Pieces
+from longrope2.records import BucketShare, CellShare, Composition, Marks, SourceShare
 
 Placed = list[tuple[Piece, int]]
 """Pieces that stand in rows, each with the tokens of it that do."""
@@ -25,8 +26,8 @@ def composition(
     packed: Sequence[Packed],
     wanted: Sequence[int],
     marks: Marks,
-) -> dict[str, Any]:
-    """The numbers behind a plan, as plain values.
+) -> Composition:
+    """The numbers behind a plan.
 
     Tokens of the rows are those of documents, their BOS and EOS, and padding. Without repetition the tokens of a
     source are placed, truncated, unused or dropped, each exactly once.
@@ -35,56 +36,60 @@ def composition(
     total = rows * config.target_length
     placed = _by_source(packed, len(sources))
     cells = [
-        _cell(config, source, bucket, placed[bucket][number])
+        CellShare(
+            source=source.label,
+            bucket=bucket.label,
+            kind=config.kind(index),
+            documents=len(placed[index][number]),
+            tokens=sum(tokens for _, tokens in placed[index][number]),
+        )
         for number, source in enumerate(sources)
-        for bucket in range(len(config.buckets))
+        for index, bucket in enumerate(config.buckets)
     ]
     buckets = [_bucket(config, number, packed[number], wanted[number], total) for number in range(len(packed))]
     entries = [
         _source(source, corpora[number], pieces[number], [entry for bucket in placed for entry in bucket[number]])
         for number, source in enumerate(sources)
     ]
-    padding = sum(bucket["padding"] for bucket in buckets)
-    documents = sum(cell["tokens"] for cell in cells)
-    report = {
-        "rows": rows,
-        "target_length": config.target_length,
-        "tokens": total,
-        "document_tokens": documents,
-        "mark_tokens": _mark_tokens(corpora, packed, marks),
-        "padding": padding,
-        "padding_share": padding / total if total else 0.0,
-        "buckets": buckets,
-        "sources": entries,
-        "cells": cells,
-    }
+    padding = sum(bucket.padding for bucket in buckets)
+    report = Composition(
+        rows=rows,
+        target_length=config.target_length,
+        tokens=total,
+        document_tokens=sum(cell.tokens for cell in cells),
+        mark_tokens=_mark_tokens(corpora, packed, marks),
+        padding=padding,
+        padding_share=padding / total if total else 0.0,
+        buckets=tuple(buckets),
+        sources=tuple(entries),
+        cells=tuple(cells),
+    )
     rest = [
         {number: draw.available[number] - sum(piece.size for piece, _ in lists[number]) for number in draw.available}
         for draw, lists in zip(draws, placed, strict=True)
     ]
-    report["warnings"] = _warnings(sources, rest, report)
-    return report
+    return replace(report, warnings=tuple(_warnings(sources, rest, report)))
 
 
-def composition_tables(report: dict[str, Any]) -> tuple[ConsoleTable, ConsoleTable]:
+def composition_tables(report: Composition) -> tuple[ConsoleTable, ConsoleTable]:
     """A composition by source, and by bucket."""
-    labels = [bucket["bucket"] for bucket in report["buckets"]]
-    by_cell = {(cell["source"], cell["bucket"]): cell for cell in report["cells"]}
+    labels = [bucket.bucket for bucket in report.buckets]
+    by_cell = {(cell.source, cell.bucket): cell for cell in report.cells}
     by_source = ConsoleTable(
-        f"{report['rows']:,} rows of {report['target_length']:,} tokens: {report['tokens']:,} tokens, "
-        f"{report['padding_share']:.2%} padding, {report['mark_tokens']:,} BOS and EOS",
+        f"{report.rows:,} rows of {report.target_length:,} tokens: {report.tokens:,} tokens, "
+        f"{report.padding_share:.2%} padding, {report.mark_tokens:,} BOS and EOS",
         ["tokens from", *labels, "all", "documents", "truncated", "dropped", "unused"],
         [
             [
-                entry["source"],
-                *(f"{by_cell[entry['source'], label]['tokens']:,}" for label in labels),
-                f"{entry['placed_tokens']:,}",
-                f"{entry['placed']:,}",
-                f"{entry['truncated_tokens']:,}",
-                f"{sum(drop['tokens'] for drop in entry['dropped'].values()):,}",
-                f"{entry['unused_tokens']:,}",
+                entry.source,
+                *(f"{by_cell[entry.source, label].tokens:,}" for label in labels),
+                f"{entry.placed_tokens:,}",
+                f"{entry.placed:,}",
+                f"{entry.truncated_tokens:,}",
+                f"{sum(drop['tokens'] for drop in entry.dropped.values()):,}",
+                f"{entry.unused_tokens:,}",
             ]
-            for entry in report["sources"]
+            for entry in report.sources
         ],
         "documents are counted as placed, everything else in tokens\n",
     )
@@ -93,16 +98,16 @@ def composition_tables(report: dict[str, Any]) -> tuple[ConsoleTable, ConsoleTab
         ["bucket", "rows as", "quota", "share", "rows", "wanted", "tokens", "padding"],
         [
             [
-                bucket["bucket"],
-                bucket["kind"],
-                f"{bucket['quota_share']:.1%}",
-                f"{bucket['share']:.1%}",
-                f"{bucket['rows']:,}",
-                f"{bucket['rows_wanted']:,}",
-                f"{bucket['tokens']:,}",
-                f"{bucket['padding']:,}",
+                bucket.bucket,
+                bucket.kind,
+                f"{bucket.quota_share:.1%}",
+                f"{bucket.share:.1%}",
+                f"{bucket.rows:,}",
+                f"{bucket.rows_wanted:,}",
+                f"{bucket.tokens:,}",
+                f"{bucket.padding:,}",
             ]
-            for bucket in report["buckets"]
+            for bucket in report.buckets
         ],
     )
     return by_source, by_bucket
@@ -117,51 +122,39 @@ def _by_source(packed: Sequence[Packed], num_sources: int) -> list[list[Placed]]
     return placed
 
 
-def _cell(config: PlanConfig, source: Source, bucket: int, placed: Placed) -> dict[str, Any]:
-    return {
-        "source": source.label,
-        "bucket": config.buckets[bucket].label,
-        "kind": config.kind(bucket),
-        "documents": len(placed),
-        "tokens": sum(tokens for _, tokens in placed),
-    }
-
-
-def _bucket(config: PlanConfig, number: int, packed: Packed, wanted: int, total: int) -> dict[str, Any]:
+def _bucket(config: PlanConfig, number: int, packed: Packed, wanted: int, total: int) -> BucketShare:
     bucket = config.buckets[number]
     tokens = len(packed.rows) * config.target_length
-    return {
-        "bucket": bucket.label,
-        "kind": config.kind(number),
-        "quota_share": bucket.quota / sum(other.quota for other in config.buckets),
-        "share": tokens / total if total else 0.0,
-        "rows": len(packed.rows),
-        "rows_wanted": wanted,
-        "tokens": tokens,
-        "padding": sum(row.padding for row in packed.rows),
-    }
+    return BucketShare(
+        bucket=bucket.label,
+        kind=config.kind(number),
+        quota_share=bucket.quota / sum(other.quota for other in config.buckets),
+        share=tokens / total if total else 0.0,
+        rows=len(packed.rows),
+        rows_wanted=wanted,
+        tokens=tokens,
+        padding=sum(row.padding for row in packed.rows),
+    )
 
 
-def _source(source: Source, corpus: Corpus, pieces: Pieces, placed: Placed) -> dict[str, Any]:
+def _source(source: Source, corpus: Corpus, pieces: Pieces, placed: Placed) -> SourceShare:
     lost = [piece.stop - piece.start - tokens for piece, tokens in placed]
     distinct = {(piece.document, piece.start): piece.stop - piece.start for piece, _ in placed}
     uses = Counter((piece.document, piece.start) for piece, _ in placed)
     kept = pieces.bucket >= 0
-    return {
-        "source": source.label,
-        "corpus_documents": corpus.num_documents,
-        "corpus_tokens": corpus.num_tokens,
-        "placed": len(placed),
-        "placed_tokens": sum(tokens for _, tokens in placed),
-        "truncated": sum(tokens > 0 for tokens in lost),
-        "truncated_tokens": sum(lost),
-        "unused": int(kept.sum()) - len(distinct),
-        "unused_tokens": int((pieces.stop - pieces.start)[kept].sum()) - sum(distinct.values()),
-        "dropped": {
-            reason: {"documents": count, "tokens": tokens} for reason, (count, tokens) in pieces.dropped.items()
-        },
-        "most_uses": max(uses.values(), default=0),
-    }
+    return SourceShare(
+        source=source.label,
+        corpus_documents=corpus.num_documents,
+        corpus_tokens=corpus.num_tokens,
+        placed=len(placed),
+        placed_tokens=sum(tokens for _, tokens in placed),
+        truncated=sum(tokens > 0 for tokens in lost),
+        truncated_tokens=sum(lost),
+        unused=int(kept.sum()) - len(distinct),
+        unused_tokens=int((pieces.stop - pieces.start)[kept].sum()) - sum(distinct.values()),
+        dropped={reason: {"documents": count, "tokens": tokens} for reason, (count, tokens) in pieces.dropped.items()},
+        most_uses=max(uses.values(), default=0),
+    )
 
 
 def _mark_tokens(corpora: Sequence[Corpus], packed: Sequence[Packed], marks: Marks) -> int:
@@ -174,12 +167,12 @@ def _mark_tokens(corpora: Sequence[Corpus], packed: Sequence[Packed], marks: Mar
     return sum(count * marks.size(0, ends=ends) for ends, count in spans.items())
 
 
-def _warnings(sources: Sequence[Source], rest: Sequence[dict[int, int]], report: dict[str, Any]) -> list[str]:
+def _warnings(sources: Sequence[Source], rest: Sequence[dict[int, int]], report: Composition) -> list[str]:
     """What to warn of; `rest` has the tokens of each source that a bucket did not use."""
-    cells = {(cell["source"], cell["bucket"]): cell["tokens"] for cell in report["cells"]}
+    cells = {(cell.source, cell.bucket): cell.tokens for cell in report.cells}
     found = []
-    for unused, bucket in zip(rest, report["buckets"], strict=True):
-        label = bucket["bucket"]
+    for unused, bucket in zip(rest, report.buckets, strict=True):
+        label = bucket.bucket
         able = [number for number, source in enumerate(sources) if not source.buckets or label in source.buckets]
         weights = sum(sources[number].weight for number in able)
         placed = sum(cells[source.label, label] for source in sources)
@@ -188,14 +181,14 @@ def _warnings(sources: Sequence[Source], rest: Sequence[dict[int, int]], report:
             share, due = cells[source.label, label] / placed, source.weight / weights
             if number not in unused:
                 found.append(f"source {source.label} has no document in bucket {label}; the others take its {due:.0%}")
-            elif unused[number] < report["target_length"] and share < SHARE_TOLERANCE * due:
+            elif unused[number] < report.target_length and share < SHARE_TOLERANCE * due:
                 found.append(
                     f"source {source.label} ran out of documents in bucket {label}: {share:.0%} of its tokens, "
                     f"{due:.0%} by weight"
                 )
-    for entry in report["sources"]:
-        if entry["most_uses"] > 1:
-            found.append(f"source {entry['source']}: documents repeat, some up to {entry['most_uses']} times")
-    if report["padding_share"] > PADDING_WARNING:
-        found.append(f"{report['padding_share']:.1%} of the tokens are padding: there are too few documents to fit")
+    for entry in report.sources:
+        if entry.most_uses > 1:
+            found.append(f"source {entry.source}: documents repeat, some up to {entry.most_uses} times")
+    if report.padding_share > PADDING_WARNING:
+        found.append(f"{report.padding_share:.1%} of the tokens are padding: there are too few documents to fit")
     return found

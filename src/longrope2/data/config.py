@@ -19,8 +19,8 @@ from longrope2.options import (
     wrong_entries,
     wrong_types,
 )
+from longrope2.records import RowKind
 
-RowKind = Literal["short", "long"]
 PACKAGE_BOOKS = "books"
 """The word for the package's own books, without those held out for searching and testing. It means them always: a
 folder of that name is written ./books."""

@@ -22,31 +22,16 @@ from longrope2.console import ProgressLine, say
 from longrope2.data.config import Source
 from longrope2.data.sources import content_bytes, content_identity, read_documents
 from longrope2.errors import DataError, require
-from longrope2.files import only_one, package_versions, write_json
+from longrope2.files import only_one, package_versions
+from longrope2.records import CorpusRecord, Marks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FORMAT_VERSION = 1
+PLAN_AGAIN = "run `longrope2 data plan` again, which makes that file again"
 BATCH_CHARACTERS = 1 << 22
 BATCH_DOCUMENTS = 1 << 12
 MEGABYTE = 1_000_000
-
-
-@dataclass(frozen=True, kw_only=True)
-class Marks:
-    """The tokens that open and close a document, and the one that fills up a row."""
-
-    bos: int | None
-    """Opens every piece of a document, so that a row begins as a prompt does; None: nothing opens it."""
-    eos: int | None
-    """Closes a document where it really ends, never where it was cut."""
-    pad: int
-    """Never attended to by a document and never a label."""
-
-    def size(self, num_tokens: int, *, ends: bool) -> int:
-        """The tokens that a piece of `num_tokens` takes in a row."""
-        return (self.bos is not None) + num_tokens + (ends and self.eos is not None)
 
 
 def document_marks(tokenizer: "PreTrainedTokenizerBase") -> Marks:
@@ -133,7 +118,7 @@ class Corpus:
 
     def is_whole(self) -> bool:
         """Whether every byte is as it was written; reads the whole file."""
-        return _checksum(self.path) == _record(self.key, self.path.parent)["crc32"]
+        return _checksum(self.path) == _record(self.key, self.path.parent).crc32
 
     @cached_property
     def _table(self) -> Any:
@@ -162,7 +147,7 @@ class Corpus:
 def corpus_key(source: Source, tokenizer: "PreTrainedTokenizerBase") -> str:
     """The name under which this content, tokenised by this tokenizer, is kept."""
     identity = {
-        "format": FORMAT_VERSION,
+        "format": CorpusRecord.VERSION,
         "content": content_identity(source),
         "tokenizer": tokenizer_fingerprint(tokenizer),
     }
@@ -191,31 +176,22 @@ def open_corpus(key: str, cache: Path | None = None) -> Corpus:
     cache = cache or default_cache()
     path = cache / f"{key}.arrow"
     record = _record(key, cache)
-    if not path.is_file() or path.stat().st_size != record["bytes"]:
+    if not path.is_file() or path.stat().st_size != record.bytes:
         raise DataError(
-            f"{path}: missing or incomplete, {record['bytes']:,} bytes expected",
-            hint="run `longrope2 data plan` again, which makes that file again",
+            f"{path}: missing or incomplete, {record.bytes:,} bytes expected",
+            hint=PLAN_AGAIN,
         )
-    return Corpus(key=key, path=path, num_documents=record["documents"], num_tokens=record["tokens"])
+    return Corpus(key=key, path=path, num_documents=record.documents, num_tokens=record.tokens)
 
 
-def _record(key: str, cache: Path) -> dict[str, Any]:
-    """What was written beside the Arrow file once that was complete."""
-    path = cache / f"{key}.json"
+def _record(key: str, cache: Path) -> CorpusRecord:
     try:
-        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if not all(isinstance(record[name], int) for name in ("documents", "tokens", "bytes", "crc32")):
-            raise TypeError("a number expected")
-    except OSError as error:
+        return CorpusRecord.load(cache / f"{key}.json", hint=PLAN_AGAIN)
+    except FileNotFoundError as error:
         raise DataError(
             f"{cache}: no tokenised source {key} there",
             hint="name the folder that `longrope2 data plan` kept it in, or run that command again",
         ) from error
-    except (KeyError, TypeError, ValueError) as error:
-        raise DataError(
-            f"{path}: damaged ({error})", hint="run `longrope2 data plan` again, which makes that file again"
-        ) from error
-    return record
 
 
 def _write(source: Source, tokenizer: "PreTrainedTokenizerBase", key: str, cache: Path) -> None:
@@ -230,20 +206,15 @@ def _write(source: Source, tokenizer: "PreTrainedTokenizerBase", key: str, cache
             partial.unlink(missing_ok=True)
             raise
     # Written last: a kill before this line leaves an Arrow file that is not taken for complete.
-    write_json(
-        cache / f"{key}.json",
-        {
-            "format": "longrope2-corpus",
-            "version": FORMAT_VERSION,
-            "source": source.label,
-            "documents": documents,
-            "tokens": tokens,
-            "bytes": size,
-            "crc32": checksum,
-            "tokenizer": tokenizer_fingerprint(tokenizer),
-            "versions": package_versions("tokenizers", "transformers", "pyarrow"),
-        },
-    )
+    CorpusRecord(
+        source=source.label,
+        documents=documents,
+        tokens=tokens,
+        bytes=size,
+        crc32=checksum,
+        tokenizer=tokenizer_fingerprint(tokenizer),
+        versions=package_versions("tokenizers", "transformers", "pyarrow"),
+    ).save(cache / f"{key}.json")
 
 
 def _write_arrow(source: Source, tokenizer: "PreTrainedTokenizerBase", path: Path) -> tuple[int, int]:

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from longrope2.data.config import RowKind
 from longrope2.data.corpus import Corpus, open_corpus
 from longrope2.data.plan import Plan
 from longrope2.errors import DataError
+from longrope2.records import RowKind
 
 IGNORED_LABEL = -100
 

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longrope2.console import ProgressLine
-from longrope2.data.config import PlanConfig, RowKind, Source
-from longrope2.data.corpus import Marks
+from longrope2.data.config import PlanConfig, Source
+from longrope2.records import Marks, RowKind
 
 DropReason = Literal["empty", "too short", "too long", "between buckets", "bucket not served"]
 POOL = 512

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from longrope2.console import say, warn
 from longrope2.data.composition import composition
 from longrope2.data.config import Bucket, Mix, PlanConfig, Source, mix_of, read_mix
-from longrope2.data.corpus import Corpus, Marks, default_cache, document_marks, tokenise, tokenizer_fingerprint
+from longrope2.data.corpus import Corpus, default_cache, document_marks, tokenise, tokenizer_fingerprint
 from longrope2.data.packing import (
     DocumentSpan,
     Draw,
@@ -30,9 +30,9 @@ from longrope2.errors import DataError, LongRopeError
 from longrope2.files import atomic_path, check_writable, package_versions
 from longrope2.models import ModelInfo, describe, load_tokenizer
 from longrope2.options import build
+from longrope2.records import Composition, Marks, PlanHeader, PlanLine, parse
 
-FORMAT = "longrope2-plan"
-FORMAT_VERSION = 1
+MAKE = "`longrope2 data plan` makes a plan"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class Plan:
     """Row i holds the spans from first_span[i] to before first_span[i + 1]."""
     spans: NDArray[np.int32]
     """One `DocumentSpan` per line, as an array: a plan of 10 billion tokens has millions."""
-    report: dict[str, Any]
+    report: Composition
     """The composition at the time of planning, with warnings."""
     fingerprint: str = ""
     """Of its file; empty as long as there is none."""
@@ -82,20 +82,18 @@ class Plan:
             spans=tuple(DocumentSpan(*span) for span in spans),
         )
 
-    def header(self) -> dict[str, Any]:
+    def header(self) -> PlanHeader:
         """The first line of the file."""
-        return {
-            "format": FORMAT,
-            "version": FORMAT_VERSION,
-            "rows": len(self),
-            "config": self.config.to_json(),
-            "sources": [asdict(source) for source in self.sources],
-            "corpus_keys": list(self.corpus_keys),
-            "tokenizer": self.tokenizer,
-            "marks": asdict(self.marks),
-            "versions": package_versions("numpy", "tokenizers", "transformers"),
-            "report": self.report,
-        }
+        return PlanHeader(
+            rows=len(self),
+            config=self.config.to_json(),
+            sources=tuple(asdict(source) for source in self.sources),
+            corpus_keys=self.corpus_keys,
+            tokenizer=self.tokenizer,
+            marks=self.marks,
+            versions=package_versions("numpy", "tokenizers", "transformers"),
+            report=self.report,
+        )
 
     def save(self, path: Path) -> "Plan":
         """Write the plan, a line for each row after the header; returns it with the fingerprint of the file."""
@@ -105,16 +103,11 @@ class Plan:
         return replace(self, fingerprint=_fingerprint(hashed))
 
     def _lines(self) -> Iterator[bytes]:
-        yield json.dumps(self.header(), ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        yield json.dumps(self.header().to_json(), ensure_ascii=False, allow_nan=False).encode() + b"\n"
         for row in self:
-            # Kind and bucket in words too: people read plans.
-            line = {
-                "kind": row.kind,
-                "bucket": self.config.buckets[row.bucket].label,
-                "padding": row.padding,
-                "spans": row.spans,
-            }
-            yield json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+            label = self.config.buckets[row.bucket].label
+            line = PlanLine(kind=row.kind, bucket=label, padding=row.padding, spans=row.spans)
+            yield json.dumps(vars(line), ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
 
 
 def plan_documents(
@@ -142,7 +135,7 @@ def write_plan(info: ModelInfo, mix: Mix, output: Path, cache: Path | None = Non
     corpora = [tokenise(source, tokenizer, cache) for source in mix.sources]
     plan = make_plan(mix, corpora, marks=marks, tokenizer=tokenizer_fingerprint(tokenizer))
     plan = plan.save(output)
-    for warning in plan.report["warnings"]:
+    for warning in plan.report.warnings:
         warn(warning)
     say(f"wrote {output}: {len(plan):,} rows; tokenised sources in {cache}")
     return plan
@@ -173,7 +166,6 @@ def make_plan(
     # The last number keeps this stream apart from those that draw documents.
     order = np.random.default_rng([config.seed, len(config.buckets), 0, 0]).permutation(len(rows))
     report = composition(config, sources, corpora, pieces, draws, packed, wanted, marks)
-    report["warnings"] = warnings + report["warnings"]
     return build_plan(
         config=config,
         sources=sources,
@@ -183,7 +175,7 @@ def make_plan(
         buckets=[rows[index].bucket for index in order],
         padding=[rows[index].padding for index in order],
         spans=[np.array(rows[index].spans, dtype=np.int32) for index in order],
-        report=report,
+        report=replace(report, warnings=(*warnings, *report.warnings)),
     )
 
 
@@ -255,14 +247,13 @@ def read_plan(path: Path) -> Plan:
     """Read a plan back; a file that is not a plan, has another version, or is cut off or damaged is refused."""
     hashed = hashlib.sha256()
     try:
+        header = PlanHeader.load(path, hint=MAKE)
         with path.open("rb") as file:
             lines = _hashing(file, hashed)
-            plan = _read_rows(path, _header(path, next(lines, b"")), lines)
-            return replace(plan, fingerprint=_fingerprint(hashed))
+            next(lines)
+            return replace(_read_rows(path, header, lines), fingerprint=_fingerprint(hashed))
     except OSError as error:
-        raise DataError(
-            f"{path}: cannot be read ({error.strerror})", hint="`longrope2 data plan` makes a plan"
-        ) from error
+        raise DataError(f"{path}: cannot be read ({error.strerror})", hint=MAKE) from error
 
 
 def _hashing(lines: Iterable[bytes], hashed: Any) -> Iterator[bytes]:
@@ -276,34 +267,15 @@ def _fingerprint(hashed: Any) -> str:
     return f"sha256:{hashed.hexdigest()[:16]}"
 
 
-def _header(path: Path, line: bytes) -> dict[str, Any]:
-    hint = "`longrope2 data plan` makes a plan"
-    try:
-        header = json.loads(line)
-    except ValueError as error:
-        raise DataError(f"{path}: not a plan (line 1 is not JSON)", hint=hint) from error
-    if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise DataError(f"{path}: not a plan (line 1 does not say '{FORMAT}')", hint=hint)
-    if header.get("version") != FORMAT_VERSION:
-        raise DataError(
-            f"{path}: a plan of version {header.get('version')}, version {FORMAT_VERSION} expected",
-            hint="plan again with this version of longrope2",
-        )
-    return header
-
-
-def _read_rows(path: Path, header: dict[str, Any], lines: Iterator[bytes]) -> Plan:
+def _read_rows(path: Path, header: PlanHeader, lines: Iterator[bytes]) -> Plan:
     hint = "copy the plan again, or plan again with the same seed: the plan will be the same"
     try:
-        settings = dict(header["config"])
+        settings = dict(header.config)
         buckets = tuple(Bucket(**bucket) for bucket in settings.pop("buckets"))
         config = PlanConfig(buckets=buckets, **settings)
-        sources = tuple(build(Source, "source", source) for source in header["sources"])
+        sources = tuple(build(Source, "source", source) for source in header.sources)
         if problems := [problem for source in sources for problem in source.problems()]:
             raise ValueError("; ".join(problems))
-        marks = _checked_marks(header["marks"])
-        corpus_keys, tokenizer = tuple(map(str, header["corpus_keys"])), str(header["tokenizer"])
-        num_rows, report = int(header["rows"]), dict(header["report"])
     except (KeyError, TypeError, ValueError, LongRopeError) as error:
         raise DataError(f"{path}: the header in line 1 is damaged ({error})", hint=hint) from error
     numbers = {bucket.label: number for number, bucket in enumerate(config.buckets)}
@@ -311,46 +283,35 @@ def _read_rows(path: Path, header: dict[str, Any], lines: Iterator[bytes]) -> Pl
     padding: list[int] = []
     spans: list[NDArray[np.int32]] = []
     for number, line in enumerate(lines, start=2):
+        damaged = f"{path}: line {number} is damaged"
+        row = parse(PlanLine, line, damaged, hint=hint)
         try:
-            row = json.loads(line)
-            of_row.append(numbers[row["bucket"]])
-            padding.append(_checked_padding(row["padding"], config))
-            spans.append(_checked_spans(row["spans"], len(sources)))
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise DataError(f"{path}: line {number} is damaged ({error})", hint=hint) from error
-    if len(of_row) != num_rows:
-        raise DataError(f"{path}: {len(of_row):,} rows, but the header says {num_rows:,}", hint=hint)
+            of_row.append(numbers[row.bucket])
+            spans.append(_checked_spans(row, config, len(sources)))
+            padding.append(row.padding)
+        except (KeyError, ValueError, OverflowError) as error:
+            raise DataError(f"{damaged} ({error})", hint=hint) from error
+    if len(of_row) != header.rows:
+        raise DataError(f"{path}: {len(of_row):,} rows, but the header says {header.rows:,}", hint=hint)
     return build_plan(
         config=config,
         sources=sources,
-        corpus_keys=corpus_keys,
-        tokenizer=tokenizer,
-        marks=marks,
+        corpus_keys=header.corpus_keys,
+        tokenizer=header.tokenizer,
+        marks=header.marks,
         buckets=of_row,
         padding=padding,
         spans=spans,
-        report=report,
+        report=header.report,
     )
 
 
-def _checked_marks(values: dict[str, Any]) -> Marks:
-    if not all(isinstance(mark, int) and mark >= 0 for mark in values.values() if mark is not None):
-        raise ValueError(f"marks of {values}")
-    return Marks(**values)
-
-
-def _checked_padding(value: int, config: PlanConfig) -> int:
-    if not 0 <= value < config.target_length:
-        raise ValueError(f"padding of {value}")
-    return value
-
-
-def _checked_spans(values: list[list[int]], num_sources: int) -> NDArray[np.int32]:
-    spans = np.array(values, dtype=np.int32)
-    if spans.ndim != 2 or spans.shape[1] != 4:
-        raise ValueError("spans of four numbers expected")
-    if (spans < 0).any() or (spans[:, 0] >= num_sources).any() or (spans[:, 2] >= spans[:, 3]).any():
-        raise ValueError("a span out of range")
+def _checked_spans(row: PlanLine, config: PlanConfig, num_sources: int) -> NDArray[np.int32]:
+    spans = np.array(row.spans, dtype=np.int32)
+    if not 0 <= row.padding < config.target_length:
+        raise ValueError(f"padding of {row.padding}")
+    if not len(spans) or (spans < 0).any() or (spans[:, 0] >= num_sources).any() or (spans[:, 2] >= spans[:, 3]).any():
+        raise ValueError("no spans, or one out of range")
     return spans
 
 

@@ -15,7 +15,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from longrope2.console import say
-from longrope2.data.config import RowKind
 from longrope2.data.corpus import Corpus
 from longrope2.data.loader import IGNORED_LABEL, Row, RowLoader, order_of_rows
 from longrope2.data.plan import Plan
@@ -24,6 +23,7 @@ from longrope2.errors import LongRopeError
 from longrope2.factors import RescaleFactors
 from longrope2.files import package_versions
 from longrope2.interrupts import interrupts
+from longrope2.records import RowKind
 from longrope2.training.checkpoint import FOLDER, Checkpoints
 from longrope2.training.config import LongRowMask, ResolvedConfig
 from longrope2.training.mixed import Batch, MixedWindowModel, mixed_window
