@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from longrope2.errors import LongRopeError
+from longrope2.records import RecordError
 from longrope2.runfolder import require_same
 
 TIME = "time"
@@ -50,7 +51,7 @@ class JournalFile:
             self._write({"type": "header", **header})
 
     def take(self, entry: dict[str, Any]) -> None:
-        """Called for each entry found; KeyError, TypeError and ValueError mean that it is damaged."""
+        """Called for each entry found; KeyError, TypeError, ValueError and RecordError mean that it is damaged."""
         raise NotImplementedError
 
     def append(self, entry: dict[str, Any]) -> None:
@@ -96,7 +97,7 @@ class JournalFile:
                     self.earlier += float(entry["seconds"])
                 elif isinstance(kind, str):
                     self.take(entry)
-            except (KeyError, TypeError, ValueError) as error:  # also what is no JSON or no UTF-8
+            except (KeyError, TypeError, ValueError, RecordError) as error:  # also what is no JSON or no UTF-8
                 mending = "delete that line (it will be computed again)"
                 if number == 1:
                     mending = "delete the file (that line said whose the others are, so all are computed again)"

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from longrope2.errors import LongRopeError
 from longrope2.journal import JournalError
 from longrope2.perplexity import Score
+from longrope2.records import as_json
 from longrope2.search.journal import Journal
 from longrope2.search.space import Genome
 
@@ -93,7 +94,7 @@ def test_the_lines_say_what_they_are(tmp_path):
             "type": "generation",
             "stage": 1,
             "iteration": 2,
-            "genomes": [json.loads(json.dumps(GENOMES[0].to_json()))],
+            "genomes": [as_json(GENOMES[0])],
         },
         {"type": "iteration", "stage": 1, "iteration": 2, "length": 512, "perplexity": None},
     ]

@@ -30,6 +30,7 @@ from longrope2.models import ASSETS, describe, load
 from longrope2.needles import Needle, NeedleDocument, PlainDocument, make_needles, make_plain
 from longrope2.options import stated
 from longrope2.perplexity import Score, Scorer
+from longrope2.records import parse
 from longrope2.rope import RopeSpec
 from longrope2.rotary import rescaled
 from longrope2.search import run as search_run
@@ -109,7 +110,7 @@ def measured(folder: Path, part: str = "held out") -> dict[str, dict]:
 def candidates(folder: Path) -> list[str]:
     """The keys of all candidates, in the order of their making."""
     made = [genome for entry in lines(folder, "generation") for genome in entry["genomes"]]
-    return list(dict.fromkeys(Genome.from_json(genome).key() for genome in made))
+    return list(dict.fromkeys(parse(Genome, genome, "").key() for genome in made))
 
 
 def wait_for_evaluations(process: subprocess.Popen, folder: Path, count: int) -> None:
@@ -259,8 +260,8 @@ def test_the_winner_is_the_finalist_that_is_best_on_documents_it_has_not_seen(re
     finalists = sorted(in_sample, key=in_sample.__getitem__)[:4]
     held_out = {key: sum(both[key][DOCUMENTS:]) for key in finalists}
     winner = min(finalists, key=held_out.__getitem__)
-    assert Genome.from_json(summary["best"]).key() == winner
-    assert [Genome.from_json(entry["genome"]).key() for entry in summary["finalists"]] == finalists
+    assert parse(Genome, summary["best"], "").key() == winner
+    assert [parse(Genome, entry["genome"], "").key() for entry in summary["finalists"]] == finalists
     tokens = 7 * DOCUMENTS
     for part, nll in (("in sample", in_sample[winner]), ("held out", held_out[winner])):
         found = measured(reference, part)["searched"]
@@ -525,11 +526,11 @@ def test_what_is_found_at_one_length_starts_the_next(tiny, books, tmp_path):
     places = [(entry["length"], entry["iteration"]) for entry in summary["convergence"]]
     assert places == [(512, 0), (512, 1), (1024, 0), (1024, 1)]
     by_place = {(entry["stage"], entry["iteration"]): entry["genomes"] for entry in lines(tmp_path, "generation")}
-    carried = [Genome.from_json(genome) for genome in by_place[1, 0] if genome["origin"] == "carried"]
+    carried = [parse(Genome, genome, "") for genome in by_place[1, 0] if genome["origin"] == "carried"]
     assert len(carried) == 2  # half of the parents
     space = SearchSpace(spec=tiny.info.rope, target_length=1024, kind="wide", attention_factor=None)
     earlier = {key: nll for (key, document), nll in evaluations(tmp_path).items() if document == 0}
-    genomes = [Genome.from_json(genome) for iteration in (0, 1) for genome in by_place[0, iteration]]
+    genomes = [parse(Genome, genome, "") for iteration in (0, 1) for genome in by_place[0, iteration]]
     best = sorted((genome for genome in genomes if genome.key() in earlier), key=lambda g: earlier[g.key()])[:2]
     assert {genome.key() for genome in carried} == {space.carry(genome, 2.0).key() for genome in best}
     assert len(by_place[1, 0]) < len(by_place[0, 0])

@@ -8,6 +8,7 @@ from typing import Any
 
 from longrope2.journal import JournalError, JournalFile
 from longrope2.perplexity import Score
+from longrope2.records import as_json, parse
 from longrope2.search.space import Genome
 
 FORMAT = 2
@@ -40,16 +41,8 @@ class Journal(JournalFile):
         """Keep an evaluation."""
         self.known.scores[key, document] = score
         nll = score.nll if math.isfinite(score.nll) else None
-        self.append(
-            {
-                "type": "evaluation",
-                "key": key,
-                "document": document,
-                "nll": nll,
-                "tokens": score.num_tokens,
-                "exact": score.exact,
-            }
-        )
+        found = {"nll": nll, "tokens": score.num_tokens, "exact": score.exact}
+        self.append({"type": "evaluation", "key": key, "document": document, **found})
 
     def generation(self, stage: int, iteration: int, make: Callable[[], list[Genome]]) -> list[Genome]:
         """The candidates of an iteration: those that were made before a kill, or new ones.
@@ -59,8 +52,7 @@ class Journal(JournalFile):
         if (stage, iteration) not in self.known.generations:
             made = make()
             self.known.generations[stage, iteration] = made
-            genomes = [genome.to_json() for genome in made]
-            self.append({"type": "generation", "stage": stage, "iteration": iteration, "genomes": genomes})
+            self.append({"type": "generation", "stage": stage, "iteration": iteration, "genomes": as_json(made)})
         return self.known.generations[stage, iteration]
 
     def report(self, stage: int, iteration: int, **details: Any) -> None:
@@ -77,7 +69,7 @@ class Journal(JournalFile):
             self.known.scores[str(entry["key"]), int(entry["document"])] = score
         elif entry["type"] == "generation":
             place = int(entry["stage"]), int(entry["iteration"])
-            self.known.generations[place] = [Genome.from_json(values) for values in entry["genomes"]]
+            self.known.generations[place] = parse(list[Genome], entry["genomes"], "genomes")
         elif entry["type"] == "iteration":
             self._reported.add((int(entry["stage"]), int(entry["iteration"])))
 

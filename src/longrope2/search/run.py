@@ -31,6 +31,7 @@ from longrope2.records import (
     SearchRecord,
     SearchScore,
     WindowScore,
+    as_json,
 )
 from longrope2.runfolder import RunFolder
 from longrope2.search.config import Bounds, SearchConfig, check
@@ -152,7 +153,7 @@ def search(
         **{name: value for name, value in header.items() if name != "version"},
         versions=versions,
         critical_dimension=winner.critical_dimension or None,
-        best=winner.to_json(),
+        best=as_json(winner),
         chance=chance,
         scores=tuple(
             SearchScore(method=name, part=part, **measured(genome, indices))
@@ -160,7 +161,7 @@ def search(
             if indices
         ),
         finalists=tuple(
-            FinalistScore(genome=genome.to_json(), **measured(genome, measured_on))
+            FinalistScore(genome=as_json(genome), **measured(genome, measured_on))
             for genome in outcomes[-1].finalists()
         ),
         own_window=tuple(window),

@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -65,16 +65,6 @@ class Genome:
         """The same for individuals that rotate alike, whatever their genes."""
         values = [round(value, 9) for value in (*self.factors(), self.attention_factor)]
         return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values, for the journal."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "Genome":
-        """What `to_json` gave."""
-        fields: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
-        return cls(**fields)
 
 
 @dataclass(frozen=True, kw_only=True)
