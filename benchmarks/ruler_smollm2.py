@@ -21,6 +21,7 @@ from longrope2.distributed import World
 from longrope2.evaluation.backend import TorchBackend
 from longrope2.evaluation.engine import EvaluationEngine, EvaluationJournal
 from longrope2.evaluation.ruler import TASKS, make_samples, score
+from longrope2.evaluation.ruler.generate import RulerSample
 from longrope2.evaluation.suite import Sample, read_rows
 from longrope2.factors import RescaleFactors
 from longrope2.generation.switch import load as load_switching
@@ -52,15 +53,14 @@ def make(options) -> None:
 
 
 def read(options) -> list[Sample]:
-    fields = {"index": int, "input": str, "answer_prefix": str, "outputs": list}
     return [
         Sample(
-            suite="ruler", task=task, length=options.length, index=row["index"],
-            prompt=row["input"] + row["answer_prefix"], references=tuple(row["outputs"]),
+            suite="ruler", task=task, length=options.length, index=row.index,
+            prompt=row.input + row.answer_prefix, references=tuple(row.outputs),
             max_new_tokens=TASKS[task].tokens_to_generate, score=partial(score, task),
         )
         for task in TASKS
-        for row in islice(read_rows(options.samples / f"{task}.jsonl", fields, source="--make"), options.count)
+        for row in islice(read_rows(options.samples / f"{task}.jsonl", RulerSample, source="--make"), options.count)
     ]  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from longrope2.factors import RescaleFactors
 from longrope2.generation.saved import FACTORS_FILE
 from longrope2.models import describe, rescale_model
 from longrope2.training.config import TrainConfig
-from longrope2.training.log import LOG, read_log
+from longrope2.training.log import LOG, read_steps
 from longrope2.training.loop import PlanRows, make_optimizer
 from longrope2.training.mixed import Batch
 from longrope2.training.train import MODEL
@@ -89,7 +89,7 @@ def main() -> None:
             learning_rate=LEARNING_RATE,
         )
         seconds = time.perf_counter() - started
-        log = read_log(folder / "run" / LOG)
+        log = read_steps(folder / "run" / LOG)
         trained = RescaleFactors.load(folder / "run" / MODEL / FACTORS_FILE)
         assert len(log) == STEPS
         assert trained.target_length == LENGTH
@@ -98,7 +98,7 @@ def main() -> None:
     report(
         options,
         name="train-tiny-cpu",
-        value=sum(line["tokens"] for line in log) / sum(line["seconds"] for line in log),
+        value=sum(line.tokens for line in log) / sum(line.seconds for line in log),
         unit="tokens/s",
         peer="a plain transformers loop: full logits, dense masks for short rows",
         peer_value=peer,
@@ -108,8 +108,8 @@ def main() -> None:
         tokens_per_step=ROWS * LENGTH,
         seconds_with_set_up_and_saving=seconds,
         limit_seconds=LIMIT_SECONDS,
-        first_loss=log[0]["loss"],
-        last_loss=log[-1]["loss"],
+        first_loss=log[0].loss,
+        last_loss=log[-1].loss,
     )
 
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from longrope2.books import read_books
 from longrope2.calibration import calibrate as stage
-from longrope2.calibration.calibrate import calibrate, measure
+from longrope2.calibration.calibrate import calibrate, calibration_table, measure
 from longrope2.calibration.config import CalibrationConfig
-from longrope2.calibration.rule import TOLERANCE, MeasuredLength, MeasuredSide, Recommendation, choose, recommend
+from longrope2.calibration.rule import TOLERANCE, choose, recommend
 from longrope2.cli import cli
 from longrope2.errors import DataError, FactorsError, LongRopeError
 from longrope2.files import only_one
@@ -25,6 +25,7 @@ from longrope2.models import load
 from longrope2.needles import make_needles
 from longrope2.options import build
 from longrope2.perplexity import Score, Scorer
+from longrope2.records import CalibrationRecord, MeasuredLength, MeasuredSide, Recommendation
 from longrope2.rotary import rescaled
 
 CONFIG = CalibrationConfig(lengths=(192, 288), documents=2, depths=(0.0, 0.5))
@@ -70,7 +71,7 @@ def test_the_result_is_json_and_speaks_of_it(result):
     again = json.loads(json.dumps(result.to_json(), allow_nan=False))
     assert again["config"]["documents"] == 2
     assert again["factors"]["method"] == "yarn"
-    assert f"recommended switch length: {again['switch_length']:,}" in result.table().caption
+    assert f"recommended switch length: {again['switch_length']:,}" in calibration_table(result).caption
 
 
 def test_an_interrupted_calibration_goes_on_to_the_same_result(result, tiny, factors, tmp_path, monkeypatch, capsys):
@@ -157,14 +158,14 @@ class TestTheCommand:
         load_switching("tiny", factors, device="cpu").save_pretrained(folder)
         tiny.tokenizer.save_pretrained(folder)
         found = calibrate(str(folder), **self.options(output=tmp_path / "out", store=True))
-        result = json.loads((tmp_path / "out" / "calibration.json").read_text())
-        assert result == json.loads(json.dumps(found.to_json()))
+        result = CalibrationRecord.load(tmp_path / "out" / "calibration.json")
+        assert result.to_json() == found.to_json()
         assert (tmp_path / "out" / "calibration.png").read_bytes().startswith(b"\x89PNG")
         assert capsys.readouterr().out == ""
-        assert load_switching(folder, device="cpu").longrope2.switch_length == result["switch_length"]
+        assert load_switching(folder, device="cpu").longrope2.switch_length == result.switch_length
         assert not (tmp_path / "out" / "scores.jsonl").exists()
 
-        other = replace(found, recommendation=replace(found.recommendation, switch_length=192))
+        other = replace(found, switch_length=192)
         monkeypatch.setattr(stage, "measure", lambda *_: other)
         shown = CliRunner().invoke(cli, ["calibrate", str(folder), "--store", "--json"])
         assert json.loads(shown.stdout)["switch_length"] == 192
@@ -219,14 +220,15 @@ class TestTheCommand:
 
     def test_a_result_that_cannot_be_kept_is_not_lost(self, tiny, factors, tmp_path, monkeypatch):
         """The scores stay, and the same command has its result from them at once."""
-        write, factors_file = stage.write_json, tmp_path / "f.json"
+        save, factors_file = CalibrationRecord.save, tmp_path / "f.json"
         factors.save(factors_file)
         monkeypatch.setattr(stage, "load", lambda *_: tiny)
-        monkeypatch.setattr(stage, "write_json", lambda *_: (_ for _ in ()).throw(LongRopeError("the disk is full")))
+        full = LongRopeError("the disk is full")
+        monkeypatch.setattr(CalibrationRecord, "save", lambda *_: (_ for _ in ()).throw(full))
         options = self.options(factors=factors_file, output=tmp_path / "out", lengths=(192,))
         with pytest.raises(LongRopeError, match="the disk is full"):
             calibrate("tiny", **options)
-        monkeypatch.setattr(stage, "write_json", write)
+        monkeypatch.setattr(CalibrationRecord, "save", save)
         monkeypatch.setattr(stage, "_score", lambda *_: pytest.fail("scored again"))
         found = calibrate("tiny", **options)
         assert json.loads((tmp_path / "out" / "calibration.json").read_text())["switch_length"] in (192, 256)

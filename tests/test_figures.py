@@ -8,12 +8,14 @@ import pytest
 
 from longrope2.figures import COLOURS, DARK, draw_bars, draw_by_length, draw_heatmaps, draw_losses, number, thinned
 from longrope2.methods import METHODS
+from longrope2.records import Cell, Grid, Measured
 from longrope2.report.summary import label
 
 
 def grid(scores):
-    cells = [[{"score": score, "samples": 1} for score in row] for row in scores]
-    return {"lengths": [1024 << k for k in range(len(scores[0]))], "depths": [0.0, 1.0][: len(scores)], "cells": cells}
+    cells = tuple(tuple(Cell(score=score, samples=1, low=0.0, high=100.0) for score in row) for row in scores)
+    lengths = tuple(1024 << k for k in range(len(scores[0])))
+    return Grid(lengths=lengths, depths=(0.0, 1.0)[: len(scores)], cells=cells)
 
 
 def luminance(colour):
@@ -62,7 +64,7 @@ def test_bars_and_cells_are_shown_where_they_are_drawn():
 
 def test_a_name_is_text_and_no_formula_or_tag():
     name = "$x_1$ </title><script>alert(1)</script> & \"'"
-    score = {"length": 1024, "score": 50.0, "low": 40.0, "high": 60.0, "samples": 3}
+    score = Measured(suite="s", task="t", length=1024, metric="m", score=50.0, low=40.0, high=60.0, samples=3)
     written = draw_by_length({name: [score]}, None, label="%").svg("x")
     root = ElementTree.fromstring(written)
     assert name in [text.text for text in root.iter("text")]

@@ -11,7 +11,10 @@ import pytest
 import longrope2
 from longrope2.books import read_books
 from longrope2.data.config import read_mix
+from longrope2.evaluation.compare import compare
 from longrope2.evaluation.config import EvaluationConfig
+from longrope2.evaluation.results import accuracy
+from longrope2.records import EvaluationRecord
 from longrope2.search.config import search_config
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "smollm2"
@@ -83,11 +86,12 @@ def test_a_row_is_what_its_folder_holds(recipe, tmp_path, monkeypatch):
 
     def evaluate(model, *, output, suites, beyond_window, **options):
         asked.append((output.name, beyond_window, options.get("lengths")))
-        score = {"suite": suites[0], "task": output.name, "score": 1.0}
-        result = {"scores": [score], "values": {output.name: 1}, "grids": {}, "notes": [], "seconds": 1.0}
-        result |= {"versions": {}, "device": "cpu"}
-        output.mkdir(parents=True)
-        (output / "results.json").write_text(json.dumps(result))
+        score = accuracy([1.0], suite=suites[0], task=output.name, length=8, metric="m", asked="q")
+        EvaluationRecord(
+            name="base", model=model, factors=None, notes=("n",), scores=(replace(score, each=None),), grids={},
+            values={score.place: score.each}, config={}, versions={}, processes=1, device="cpu", seconds=1.0,
+            revision="r", weights="w", backend="torch", window=8,
+        ).save(output / "results.json")  # fmt: skip
 
     monkeypatch.setattr(recipe, "evaluate", evaluate)
     bench = recipe.Bench(model="m", data=Path("d"), output=tmp_path)
@@ -99,7 +103,10 @@ def test_a_row_is_what_its_folder_holds(recipe, tmp_path, monkeypatch):
     assert asked[1] == ("needles", True, tuple(1024 * n for n in (4, 8, 16, 32)))
     row = json.loads((tmp_path / "base.json").read_text())
     assert [score["task"] for score in row["scores"]] == ["needles", "mmlu"]
-    assert row["values"] == {"needles": 1, "mmlu": 1}
+    assert list(row["values"]) == ["niah/needles/8", "short/mmlu/8"]
+    assert row["cost"]["evaluate_seconds"] == 2.0
+    compared = compare([tmp_path / "base.json"])
+    assert [(run.name, run.notes) for run in compared.runs] == [("original", ("n", "n"))]
 
 
 @pytest.fixture(scope="module")

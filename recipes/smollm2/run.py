@@ -26,7 +26,8 @@ from longrope2.data.recall import write_recall
 from longrope2.evaluation.results import RESULTS
 from longrope2.files import write_json
 from longrope2.models import describe, load, load_tokenizer
-from longrope2.training.log import LOG, read_log
+from longrope2.records import EvaluationRecord, Results
+from longrope2.training.log import LOG, read_steps
 
 HERE = Path(__file__).parent
 KEPT = HERE.parents[1] / "results"
@@ -299,38 +300,41 @@ class Bench:
             if only is None or which in only:
                 self.measure(name, model, which)
         found = [self.output / name / which / RESULTS for which in row.evaluations]
-        results = [json.loads(path.read_text(encoding="utf-8")) for path in found if path.exists()]
+        results = [EvaluationRecord.load(path) for path in found if path.exists()]
         if results:
             write_json(self.output / f"{name}.json", self._summary(name, results))
 
-    def _summary(self, name: str, results: list[dict[str, Any]]) -> dict[str, Any]:
+    def _summary(self, name: str, results: list[EvaluationRecord]) -> dict[str, Any]:
         """All evaluations of a row as one, as `longrope2 compare` takes it, with what it cost."""
         row, folder = ROWS[name], self.output / name
-        log = read_log(folder / "train" / LOG) if row.steps else []
+        log = read_steps(folder / "train" / LOG) if row.steps else []
+        together = Results(
+            name=row.title,
+            model=Path(self.model).name,
+            factors=self.factors(name).to_json() if row.make else None,
+            notes=tuple(note for result in results for note in result.notes),
+            scores=tuple(score for result in results for score in result.scores),
+            values={place: values for result in results for place, values in result.values.items()},
+            grids={suite: grid for result in results for suite, grid in result.grids.items()},
+        )
         return {
-            "name": row.title,
             "row": name,
             "table": row.table,
-            "model": Path(self.model).name,
             "window": row.window,
             "mix": row.mix if row.steps else None,
             "seed": row.seed,
             "target_length": row.length,
             "learning_rate": row.learning_rate,
-            "factors": self.factors(name).to_json() if row.make else None,
-            "scores": [score for result in results for score in result["scores"]],
-            "values": {place: values for result in results for place, values in result["values"].items()},
-            "grids": {suite: grid for result in results for suite, grid in result["grids"].items()},
-            "notes": [note for result in results for note in result["notes"]],
-            "versions": results[0]["versions"],
-            "device": results[0]["device"],
+            **together.to_json(),
+            "versions": results[0].versions,
+            "device": results[0].device,
             "cost": {
-                "tokens": sum(line["tokens"] for line in log),
+                "tokens": sum(line.tokens for line in log),
                 "factors_seconds": json.loads((folder / "factors-cost.json").read_text())["seconds"] if row.make else 0,
-                "train_seconds": sum(line["seconds"] for line in log),
-                "evaluate_seconds": sum(result["seconds"] for result in results),
+                "train_seconds": sum(line.seconds for line in log),
+                "evaluate_seconds": sum(result.seconds for result in results),
             },
-            "losses": [[line["step"], line.get("loss_short"), line.get("loss_long")] for line in log],
+            "losses": [[line.step, line.loss_short, line.loss_long] for line in log],
         }
 
 

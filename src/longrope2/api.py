@@ -102,7 +102,7 @@ def evaluate(
     """
     config = evaluation_config(suites=tuple(suites), **options)
     with world() as here:
-        return run_evaluation(
+        record = run_evaluation(
             str(model),
             config,
             Path(output),
@@ -114,6 +114,7 @@ def evaluate(
             name=name,
             cache=_path(cache),
         )
+    return record.to_json()
 
 
 def export_model(

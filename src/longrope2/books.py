@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from longrope2.errors import DataError, require
+from longrope2.records import Kind, parse
 
 KINDS = "a folder of .txt files, a .txt, .jsonl, .jsonl.gz or .parquet file, or a hub dataset as owner/name:split"
 FILE_SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
@@ -139,7 +140,7 @@ def _open_path(path: Path, text_column: str) -> Iterator[Book]:
     if name.endswith(".txt"):
         return map(_read_text_file, [path])
     if name.endswith((".jsonl", ".jsonl.gz")):
-        return _from_rows(read_jsonl(path), text_column, str(path))
+        return _from_rows(read_jsonl(path, dict[str, Any]), text_column, str(path))
     if name.endswith(".parquet"):
         return _from_rows(_read_parquet(path, text_column), text_column, str(path))
     raise DataError(f"{path}: files of this kind cannot be read", hint=f"give {KINDS}")
@@ -166,8 +167,8 @@ def _read_text_file(path: Path) -> Book:
 
 
 def read_jsonl(
-    path: Path, *, hint: str = "a .jsonl file holds one JSON object per line"
-) -> Iterator[tuple[str, dict[str, Any]]]:
+    path: Path, kind: type[Kind], *, hint: str = "a .jsonl file holds one JSON object per line"
+) -> Iterator[tuple[str, Kind]]:
     """(its place, the object) of every line of a .jsonl or .jsonl.gz file; an error names the line."""
     opener: Any = gzip.open if path.suffix.lower() == ".gz" else open
     try:
@@ -176,19 +177,9 @@ def read_jsonl(
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     where = f"{path}, line {number}"
-                    yield where, _json_object(_decode(line, where), where, hint)
+                    yield where, parse(kind, _decode(line, where).encode(), where, hint=hint)
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: cannot be read ({error})", hint="check that the file is whole") from error
-
-
-def _json_object(line: str, where: str, hint: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not valid JSON ({error})", hint=hint) from error
-    if not isinstance(row, dict):
-        raise DataError(f"{where}: a JSON {type(row).__name__}, an object expected", hint=hint)
-    return row
 
 
 def _read_parquet(path: Path, text_column: str) -> Iterator[tuple[str, Row]]:

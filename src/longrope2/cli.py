@@ -36,7 +36,7 @@ from longrope2.command_options import (
     switch_length_option,
     taken,
 )
-from longrope2.console import ConsoleTable, say, show_json, show_table, warn
+from longrope2.console import say, show_json, show_table, warn
 from longrope2.data.config import Mix, RecallConfig
 from longrope2.distributed import is_main_process, wait_to_speak, world
 from longrope2.errors import LongRopeError
@@ -46,11 +46,12 @@ from longrope2.generation.config import GenerateConfig
 from longrope2.malloc import keep_freed_memory
 from longrope2.methods import ClosedForm
 from longrope2.options import build
+from longrope2.records import Table
 from longrope2.search.config import SearchConfig, search_config
 from longrope2.training.config import EstimateConfig, TrainConfig, train_config
 
 
-def _show(values: Any, *tables: ConsoleTable, lines: Iterable[str] = (), as_json: bool) -> None:
+def _show(values: Any, *tables: Table, lines: Iterable[str] = (), as_json: bool) -> None:
     """Print what a stage gave: its values for programs, or tables for people, and the lines below them."""
     if as_json:
         show_json(values)
@@ -103,9 +104,9 @@ def inspect(
     if plot is not None:
         from longrope2.figures import draw_inspection
 
-        draw_inspection(result.to_json(), plot)
+        draw_inspection(result, plot)
         say(f"wrote {plot}")
-    _show(result.to_json(), result.table(), as_json=as_json)
+    _show(result, result.table(), as_json=as_json)
 
 
 @cli.command()
@@ -152,7 +153,7 @@ def search(
         info, config = describe(model, original_length=original_length), search_config(**options)
         found = run_search(info, config, output, here, extend_again=extend_again)
     if here.is_main:
-        _show(found.record.to_json(), search_table(output, *found), as_json=as_json)
+        _show(found.record, search_table(output, *found), as_json=as_json)
 
 
 @cli.command()
@@ -193,11 +194,11 @@ def calibrate(model: str, factors: Path | None, output: Path | None, as_json: bo
     after an interruption, with the same options, and it goes on where it was.
     """
     with _resumable() if output else nullcontext():
-        from longrope2.calibration.calibrate import calibrate
+        from longrope2.calibration.calibrate import calibrate, calibration_table
 
         config = build(CalibrationConfig, "calibration options", options)
         result = calibrate(model, config, output, factors=factors)
-    _show(result.to_json(), result.table(), as_json=as_json)
+    _show(result, calibration_table(result), as_json=as_json)
 
 
 @cli.group(cls=InOrder)
@@ -276,7 +277,7 @@ def train(model: str, output: Path | None, estimate: bool, as_json: bool, **opti
 
         record = train(model, config, output, here, **options)
     if here.is_main:
-        _show(record.to_json(), training_table(record, output / MODEL), as_json=as_json)
+        _show(record, training_table(record, output / MODEL), as_json=as_json)
 
 
 class Evaluate(click.Command):
@@ -324,8 +325,8 @@ def evaluate(model: str, output: Path, as_json: bool, **options: Any) -> None:
         config = evaluation_config(**taken(EvaluationConfig, options))
         result = run_evaluation(model, config, output, here, **options)
     if here.is_main:
-        notes = [f"note: {note}" for note in result["notes"]]
-        _show(result, *run_tables(result["name"], result["scores"]), lines=notes, as_json=as_json)
+        notes = [f"note: {note}" for note in result.notes]
+        _show(result, *run_tables(result.name, result.scores), lines=notes, as_json=as_json)
         if not as_json:
             say(f"wrote {output / RESULTS}; every answer is in {output / JOURNAL}")
 
@@ -346,7 +347,7 @@ def compare(runs: tuple[str, ...], output: Path | None, base: str | None, agains
     result = compare(runs, base=base, against=against)
     if output is not None:
         write_comparison(result, output)
-    _show(result, *(ConsoleTable(**table) for table in result["tables"]), as_json=as_json)
+    _show(result, *result.tables, as_json=as_json)
 
 
 @cli.command()
@@ -375,8 +376,8 @@ def verify(context: click.Context, /, exported: Path, as_json: bool, **options: 
     from longrope2.export.verify import verify
 
     result = verify(exported, build(VerifyConfig, "verify", options))
-    _show(result.to_json(), result.table(), as_json=as_json)
-    if not result.is_right:
+    _show(result.findings, result.table(), as_json=as_json)
+    if result.wrong:
         context.exit(1)
 
 
@@ -436,8 +437,9 @@ def extend(model: str | None, output: Path, dry_run: bool, gpu: str | None, as_j
             return
         found = extension.run(here)
     if here.is_main:
+        tables = [found.summary] if found.summary.rows else []
         page = [f"report: {found.page}"] if found.page else []
-        _show(found.to_json(), *found.tables(), lines=page, as_json=as_json)
+        _show(found.to_json(), *tables, lines=page, as_json=as_json)
         for remark in found.remarks:
             say(remark)
 

@@ -3,21 +3,9 @@
 import json
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from longrope2.records import as_json
-
-
-@dataclass(frozen=True)
-class ConsoleTable:
-    """A table that a stage gives, and the command line prints."""
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    caption: str = ""
+from longrope2.records import Table, as_json
 
 
 def show_json(value: Any) -> None:
@@ -25,13 +13,13 @@ def show_json(value: Any) -> None:
     print(json.dumps(as_json(value), indent=1, ensure_ascii=False, allow_nan=False))
 
 
-def show_table(shown: ConsoleTable) -> None:
+def show_table(shown: Table) -> None:
     """Print a table on stdout; numbers align right, cells are never cut when the output is not a terminal."""
     from rich import box
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Table as RichTable
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in shown.columns:
         table.add_column(column, justify="right", no_wrap=True)
     for row in shown.rows:

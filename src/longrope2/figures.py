@@ -6,13 +6,18 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import cycle
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from xml.etree import ElementTree
 
 from longrope2.errors import LongRopeError, require
 from longrope2.factors import RescaleFactors
 from longrope2.files import atomic_path
+from longrope2.records import CalibrationRecord, Grid, Measured, SearchIteration
+
+if TYPE_CHECKING:
+    from longrope2.inspection import Inspection
 
 # Files have these colours; a page has them as CSS variables, to which its dark form gives other values.
 LIGHT = {
@@ -223,27 +228,27 @@ def number(value: float | None) -> str:
     return f"{value:.3g}"
 
 
-def draw_inspection(result: dict[str, Any], path: Path | None) -> Drawing:
+def draw_inspection(result: "Inspection", path: Path | None) -> Drawing:
     """The paper's first figure for this model: unseen angles by dimension, and factors by method."""
     with figure(path, 1, 2, (11, 4.2)) as drawing:
         left, right = drawing.axes[0]
         _draw_unseen(left, result)
-        shown = [name for name in INSPECTED if name in result["methods"]]
-        marks = [(result["critical_dimension"], "d_tcd"), (result["ten_period_dimension"], "ten periods")]
-        _draw_factors(drawing, right, {n: result["methods"][n] for n in shown}, result["extension_ratio"], marks)
-        right.set_title(f"factors for {result['original_length']:,} → {result['target_length']:,} tokens")
+        shown = [name for name in INSPECTED if name in result.methods]
+        marks = [(result.critical_dimension, "d_tcd"), (result.ten_period_dimension, "ten periods")]
+        _draw_factors(drawing, right, {n: result.methods[n] for n in shown}, result.extension_ratio, marks)
+        right.set_title(f"factors for {result.original_length:,} → {result.target_length:,} tokens")
         right.legend(loc="lower right", **ON_LINES)
     return drawing
 
 
-def _draw_unseen(axis: Any, result: dict[str, Any]) -> None:
+def _draw_unseen(axis: Any, result: "Inspection") -> None:
     """cos(p·θ_i) up to the target for a few dimensions; red where training never reached the angle."""
-    window, target, periods = result["original_length"], result["target_length"], result["periods"]
-    critical, half = result["critical_dimension"], len(result["periods"])
-    shown = sorted({result["ten_period_dimension"], critical - 1, critical, (critical + half) // 2, half - 1})
+    window, target, periods = result.original_length, result.target_length, result.periods
+    critical, half = result.critical_dimension, len(result.periods)
+    shown = sorted({result.ten_period_dimension, critical - 1, critical, (critical + half) // 2, half - 1})
     shown = [i for i in shown if 0 <= i < half]
     for row, i in enumerate(shown):
-        unseen = result["first_unseen_position"][i]
+        unseen = result.first_unseen_position[i]
         end = target if unseen is None else unseen
         for start, stop, colour in ((0, end, BLUE), (end, target, RED)):
             if stop <= start:
@@ -304,24 +309,24 @@ def _draw_factors(
 
 
 def draw_convergence(
-    history: Sequence[Mapping[str, Any]], path: Path | None, *, levels: Mapping[str, float] | None = None
+    history: Sequence[SearchIteration], path: Path | None, *, levels: Mapping[str, float] | None = None
 ) -> Drawing:
     """Best perplexity and its critical dimension by iteration, a line for each length.
 
     `levels` are the perplexities of closed forms at the last length.
     """
-    lengths = list(dict.fromkeys(entry["length"] for entry in history))
+    lengths = list(dict.fromkeys(entry.length for entry in history))
     with figure(path, 2, 1, (WIDTH, 4.4), sharex=True, height_ratios=(5, 2)) as drawing:
         (above,), (below,) = drawing.axes
         for count, length in enumerate(lengths, 1):
             look: dict[str, Any] = {"color": BLUE, "alpha": count / len(lengths), "label": f"best at {length:,} tokens"}
             panels = ((above, "perplexity", "default"), (below, "critical_dimension", "steps-post"))
             for axis, key, style in panels:
-                part = [entry for entry in history if entry["length"] == length and entry[key] is not None]
-                points = [(entry["iteration"], entry[key]) for entry in part]
+                part = [entry for entry in history if entry.length == length and getattr(entry, key) is not None]
+                points = [(entry.iteration, getattr(entry, key)) for entry in part]
                 tips = [
-                    f"{length:,} tokens, iteration {entry['iteration']}: {number(entry['perplexity'])}, "
-                    f"d_rcd {entry['critical_dimension']}, {entry['evaluations']:,} evaluations"
+                    f"{length:,} tokens, iteration {entry.iteration}: {number(entry.perplexity)}, "
+                    f"d_rcd {entry.critical_dimension}, {entry.evaluations:,} evaluations"
                     for entry in part
                 ]
                 drawing.line(axis, points, tips, series=f"{key}-{length}", drawstyle=style, **look)
@@ -341,52 +346,51 @@ def draw_convergence(
     return drawing
 
 
-def draw_calibration(result: Mapping[str, Any], path: Path | None) -> Drawing:
+def draw_calibration(result: CalibrationRecord, path: Path | None) -> Drawing:
     """Needle answers under the original and the long RoPE by length, and the switch length they recommend."""
-    points = result["points"]
+    points = result.points
     with figure(path, 1, 2, (10, 4.4)) as drawing:
         nll, exact = drawing.axes[0]
         kinds = ((nll, "nll", "-", "RoPE"), (exact, "exact", "-", "all depths"), (exact, "worst", ":", "worst depth"))
         for side, colour in (("original", INK), ("long", BLUE)):
             for axis, key, dash, what in kinds:
                 name = f"{side} {what}" if axis is nll else f"{side}, {what}"
-                values = [(point["length"], point[side][key]) for point in points]
-                errors = [point[side]["nll_error"] for point in points]
+                values = [(point.length, getattr(getattr(point, side), key)) for point in points]
+                errors = [getattr(point, side).nll_error for point in points]
                 tips = [f"{name}, {length:,} tokens: {number(value)}" for length, value in values]
                 reach = (errors, errors) if axis is nll else None
                 drawing.line(axis, values, tips, series=name, errors=reach, color=colour, linestyle=dash)
         for axis in (nll, exact):
-            axis.axvline(result["original_length"], color=QUIET, linewidth=0.9, linestyle="--", label="trained window")
-            axis.axvline(result["switch_length"], color=RED, linewidth=1.2, label="recommended switch")
+            axis.axvline(result.original_length, color=QUIET, linewidth=0.9, linestyle="--", label="trained window")
+            axis.axvline(result.switch_length, color=RED, linewidth=1.2, label="recommended switch")
             same = {"color": RED, "alpha": 0.1, "linewidth": 0, "label": "as good within the error"}
-            axis.axvspan(result["as_good_from"], result["as_good_to"], **same)
+            axis.axvspan(result.as_good_from, result.as_good_to, **same)
             axis.set_xlabel("tokens")
             axis.legend(**ON_LINES)
         nll.set_ylabel("nats per answer token (± one standard error)")
         exact.set_ylabel("share of exact answers")
         exact.set_ylim(-0.03, 1.03)
-        nll.set_title(f"{result['model']}: where to switch")
+        nll.set_title(f"{result.model}: where to switch")
     return drawing
 
 
-def draw_by_length(series: Mapping[str, Sequence[Mapping[str, Any]]], path: Path | None, *, label: str) -> Drawing:
+def draw_by_length(series: Mapping[str, Sequence[Measured]], path: Path | None, *, label: str) -> Drawing:
     """Scores by length with their intervals, a line for each method (the paper's RULER table as a figure)."""
     known = {COLOURS.get(name.lower()) for name in series}
     spare = cycle([colour for colour in SERIES if colour not in known] or SERIES)
     with figure(path, 1, 1, (WIDTH, 3.6)) as drawing:
         axis = drawing.axes[0][0]
         for name, scores in series.items():
-            ordered = sorted(scores, key=lambda score: score["length"])
-            points = [(score["length"], score["score"]) for score in ordered]
+            ordered = sorted(((score.length or 0, score.percent) for score in scores), key=itemgetter(0))
+            points = [(length, c.score) for length, c in ordered]
             tips = [
-                f"{name}, {s['length']:,} tokens: {s['score']:.1f}% ({s['low']:.1f}–{s['high']:.1f}%, "
-                f"{s['samples']} samples)"
-                for s in ordered
+                f"{name}, {length:,} tokens: {c.score:.1f}% ({c.low:.1f}–{c.high:.1f}%, {c.samples} samples)"
+                for length, c in ordered
             ]
-            errors = [s["score"] - s["low"] for s in ordered], [s["high"] - s["score"] for s in ordered]
+            errors = [c.score - c.low for _, c in ordered], [c.high - c.score for _, c in ordered]
             colour = COLOURS.get(name.lower()) or next(spare)
             drawing.line(axis, points, tips, series=name, errors=errors, color=colour)
-        ticks = sorted({score["length"] for scores in series.values() for score in scores})
+        ticks = sorted({score.length or 0 for scores in series.values() for score in scores})
         axis.set_xscale("log", base=2)
         axis.set_xticks(ticks, [length_label(length) for length in ticks])
         axis.minorticks_off()
@@ -397,12 +401,12 @@ def draw_by_length(series: Mapping[str, Sequence[Mapping[str, Any]]], path: Path
     return drawing
 
 
-def draw_heatmaps(grids: Mapping[str, Mapping[str, Any]], path: Path | None) -> Drawing:
+def draw_heatmaps(grids: Mapping[str, Grid], path: Path | None) -> Drawing:
     """Needle in a haystack as the paper draws it, depth by length, up to four methods side by side."""
     columns = len(grids) if len(grids) <= 4 else 3
     rows = math.ceil(len(grids) / columns)
-    across = max(len(grid["lengths"]) for grid in grids.values())
-    down = max(len(grid["depths"]) for grid in grids.values())
+    across = max(len(grid.lengths) for grid in grids.values())
+    down = max(len(grid.depths) for grid in grids.values())
     size = (0.7 + columns * max(0.6 + 0.42 * across, 1.9), rows * max(0.75 + 0.25 * down, 1.6))
     with figure(path, rows, columns, size) as drawing:
         places = [axis for row in drawing.axes for axis in row]
@@ -412,18 +416,18 @@ def draw_heatmaps(grids: Mapping[str, Mapping[str, Any]], path: Path | None) -> 
         bar = drawing.figure.colorbar(scale, ax=places[: len(grids)], label="answers right (%)", aspect=7 * size[1])
         bar.outline.set_visible(False)
         for axis, (name, grid) in zip(places, grids.items(), strict=False):
-            for row, (depth, cells) in enumerate(zip(grid["depths"], grid["cells"], strict=True)):
-                for column, (length, cell) in enumerate(zip(grid["lengths"], cells, strict=True)):
-                    score, colour = cell["score"], scale.to_rgba(cell["score"])
+            for row, (depth, cells) in enumerate(zip(grid.depths, grid.cells, strict=True)):
+                for column, (length, cell) in enumerate(zip(grid.lengths, cells, strict=True)):
+                    score, colour = cell.score, scale.to_rgba(cell.score)
                     tip = f"{name}, {length:,} tokens, depth {100 * depth:.0f}%: {number(score)}%"
                     mark = {"series": name, "x": length, "y": score, "tip": tip}
                     drawing.box(axis, column - 0.48, row - 0.47, 0.96, 0.94, colour=colour, **mark)
                     look = {"ha": "center", "va": "center_baseline", "fontsize": 8, "color": _readable_on(colour)}
                     axis.text(column, row, f"{score:.0f}", in_layout=False, **look)
-            axis.set_xticks(range(len(grid["lengths"])), [length_label(length) for length in grid["lengths"]])
-            axis.set_yticks(range(len(grid["depths"])), [f"{100 * depth:.0f}%" for depth in grid["depths"]])
-            axis.set_xlim(-0.5, len(grid["lengths"]) - 0.5)
-            axis.set_ylim(len(grid["depths"]) - 0.5, -0.5)
+            axis.set_xticks(range(len(grid.lengths)), [length_label(length) for length in grid.lengths])
+            axis.set_yticks(range(len(grid.depths)), [f"{100 * depth:.0f}%" for depth in grid.depths])
+            axis.set_xlim(-0.5, len(grid.lengths) - 0.5)
+            axis.set_ylim(len(grid.depths) - 0.5, -0.5)
             axis.tick_params(length=0)
             axis.grid(visible=False)
             axis.spines[:].set_visible(False)

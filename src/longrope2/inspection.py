@@ -1,11 +1,11 @@
 """A model's RoPE at a glance: periods, coverage, critical dimensions, and every method's factors."""
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
-from longrope2.console import ConsoleTable, terminal_width
+from longrope2.console import terminal_width
 from longrope2.methods import METHODS, rescale
 from longrope2.models import ModelInfo
+from longrope2.records import Table
 
 DEFAULT_RATIO = 16
 """The target that `inspect` assumes when none is named, in original windows (8k → 128k)."""
@@ -39,11 +39,7 @@ class Inspection:
     """Factors by method."""
     attention_factors: dict[str, float]
 
-    def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
-        return asdict(self)
-
-    def table(self) -> ConsoleTable:
+    def table(self) -> Table:
         """One row per dimension."""
         # Methods that a narrow terminal cannot hold are in --json; the best known ones come first.
         room = (terminal_width() - 42) // 11
@@ -60,7 +56,8 @@ class Inspection:
             for i, (period, unseen) in enumerate(zip(self.periods, self.first_unseen_position, strict=True))
         ]
         columns = ["i", "period", "turns", "unseen", *names]
-        return ConsoleTable(self._headline(), columns, rows, self._caption(len(self.methods) - len(names)))
+        caption = self._caption(len(self.methods) - len(names))
+        return Table(title=self._headline(), columns=columns, rows=rows, caption=caption)
 
     def _headline(self) -> str:
         lines = [

@@ -1,29 +1,36 @@
 """`longrope2 watch`: how far a run is, read from its files alone, so that it works on any run and disturbs none."""
 
-import json
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from longrope2 import ledger
 from longrope2.console import duration
 from longrope2.errors import LongRopeError
 from longrope2.journal import TIME
-from longrope2.records import RunRecord
-from longrope2.shapes import misfit
-from longrope2.training.log import read_log, steps_in
+from longrope2.records import RecordError, RunRecord, TrainingSettings, parse
+from longrope2.training.log import read_steps
 
 RECENT = 20
 """Steps whose mean time predicts the end of training."""
 DAY = 24 * 60 * 60
-JOURNAL = {
-    "header": {"stages": [int], "config": {"evolution": {"iterations": int}}},
-    "iteration": {"length": int, "perplexity": float | None},
-    TIME: {"seconds": float},
-}
-"""What lines of a search's journal hold, by their type; others are passed over, as a line being written is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JournalLine:
+    """What is read of a journal: lines have some of it, by their type. Others are passed over, as one being written."""
+
+    EXTRA: ClassVar[str] = "ignore"
+
+    type: str
+    stages: tuple[int, ...] = ()
+    config: dict[str, Any] = field(default_factory=dict)
+    length: int | None = None
+    perplexity: float | None = None
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +90,7 @@ def _progress(folder: Path, stage: str, name: str) -> tuple[float | None, str]:
         return _training(folder)
     if stage == "evaluate":
         kinds = ("answer", "likelihood")
-        answers = sum(1 for line in _lines(folder / name / "generations.jsonl") if line["type"] in kinds)
+        answers = sum(1 for line in _lines(folder / name / "generations.jsonl") if line.type in kinds)
         return None, f"{name.partition('/')[2]}: {answers:,} answers"
     return None, ""
 
@@ -98,30 +105,29 @@ def _result(folder: Path, stage: str) -> str:
 
 def _searching(path: Path) -> tuple[float | None, str]:
     """From the journal: how the last iteration ended."""
-    header: dict[str, Any] = {}
-    ended: dict[str, Any] = {}
-    evaluations, done, spent = 0, 0, 0.0
+    lengths: tuple[int, ...] = ()
+    iterations, evaluations, spent = 0, 0, 0.0
+    ended = []
     for line in _lines(path):
-        if misfit(line, JOURNAL.get(line["type"], {})):
-            continue
-        if line["type"] == "header":
-            header = line
-        elif line["type"] == "iteration":
-            ended, done = line, done + 1
-        elif line["type"] == "evaluation":
+        if line.type == "header":
+            with suppress(KeyError, TypeError, ValueError):
+                iterations, lengths = int(line.config["evolution"]["iterations"]), line.stages
+        elif line.type == "iteration" and line.length:
+            ended.append(line)
+        elif line.type == "evaluation":
             evaluations += 1
-        elif line["type"] == TIME:
-            spent += line["seconds"]
-    if not header:
+        elif line.type == TIME:
+            spent += line.seconds
+    if not lengths:
         return None, ""
-    iterations, lengths = header["config"]["evolution"]["iterations"], header["stages"]
+    done = len(ended)
     # The iteration under way, or the last one.
     stage, iteration = divmod(min(done, len(lengths) * (iterations + 1) - 1), iterations + 1)
     text = f"{lengths[stage]:,} tokens, iteration {iteration} of {iterations}, {evaluations:,} evaluations"
-    if ended and ended["perplexity"] is not None:
-        text += f", best perplexity {ended['perplexity']:.4g}"
-        if ended["length"] != lengths[stage]:
-            text += f" at {ended['length']:,}"
+    if ended and ended[-1].perplexity is not None:
+        text += f", best perplexity {ended[-1].perplexity:.4g}"
+        if ended[-1].length != lengths[stage]:
+            text += f" at {ended[-1].length:,}"
     # Of all sessions. A stage takes about four times as long as the one of half its length.
     shares = [4.0**number for number in range(len(lengths)) for _ in range(iterations + 1)]
     left = spent * sum(shares[done:]) / sum(shares[:done]) if done and spent else None
@@ -129,37 +135,31 @@ def _searching(path: Path) -> tuple[float | None, str]:
 
 
 def _training(folder: Path) -> tuple[float | None, str]:
-    log = steps_in(read_log(folder / ledger.TRAINING_LOG)) if (folder / ledger.TRAINING_LOG).is_file() else []
+    log = read_steps(folder / ledger.TRAINING_LOG)
     try:
-        settings = json.loads((folder / ledger.TRAIN / "run.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        steps = int(TrainingSettings.load(folder / ledger.TRAIN / "run.json").config["train"]["steps"])
+    except (FileNotFoundError, RecordError, KeyError, TypeError, ValueError):
         return None, ""
-    if misfit(settings, {"config": {"train": {"steps": int}}}):
-        return None, ""
-    steps = settings["config"]["train"]["steps"]
     if not log:
         return None, f"step 0 of {steps}"
     last, recent = log[-1], log[-RECENT:]
-    kinds = ", ".join(f"{kind} {last[f'loss_{kind}']:.3f}" for kind in ("short", "long") if f"loss_{kind}" in last)
-    text = f"step {last['step']} of {steps}, loss {last['loss']:.3f} ({kinds})"
-    if isinstance(last.get("memory_gib"), float | int):
-        text += f", {last['memory_gib']:.1f} GiB of GPU memory"
-    left = sum(line["seconds"] for line in recent) / len(recent) * (steps - last["step"])
+    kinds = ", ".join(
+        f"{name.removeprefix('loss_')} {loss:.3f}" for name, loss in last.losses.items() if name != "loss"
+    )
+    text = f"step {last.step} of {steps}, loss {last.loss:.3f} ({kinds})"
+    if last.memory_gib is not None:
+        text += f", {last.memory_gib:.1f} GiB of GPU memory"
+    left = sum(line.seconds for line in recent) / len(recent) * (steps - last.step)
     return left, text
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
+def _lines(path: Path) -> Iterator[JournalLine]:
     """The whole lines of a journal that a process may still be writing."""
-    if not path.is_file():
-        return
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            try:
-                entry = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(entry, dict) and isinstance(entry.get("type"), str):
-                yield entry
+    if path.is_file():
+        with path.open("rb") as file:
+            for line in file:
+                with suppress(RecordError):
+                    yield parse(JournalLine, line, str(path))
 
 
 def run_watch(folder: Path, *, once: bool, every: float) -> None:

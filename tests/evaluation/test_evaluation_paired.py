@@ -13,6 +13,7 @@ from longrope2.evaluation.results import accuracy, perplexity
 from longrope2.evaluation.table import PERCENT, POINTS
 from longrope2.intervals import paired
 from longrope2.perplexity import Score
+from longrope2.records import Values, as_json
 
 
 @pytest.mark.parametrize(("won", "lost", "count"), [(7, 0, 110), (11, 1, 110), (0, 0, 20), (3, 3, 10), (5, 0, 5)])
@@ -51,7 +52,7 @@ def test_the_interval_holds_the_truth_nineteen_times_of_twenty(counts):
 
 
 def values(*parts) -> dict:
-    return {part.place: {"asked": part.each.asked, "values": list(part.each.values)} for part in parts}
+    return {part.place: part.each for part in parts}
 
 
 def ruler(task, scores, length=4096, asked="q"):
@@ -82,7 +83,7 @@ def test_differences_by_task_average_and_perplexity():
         values(ruler("vt", [1.0, 0.0], asked="others")),
         values(ruler("vt", [1.0, 0.0], length=8192)),
         values(ruler("cwe", [1.0, 0.0])),
-        {"ruler/vt/4096": {"asked": "q", "values": [1.0]}},
+        {"ruler/vt/4096": Values(asked="q", values=(1.0,))},
         {},
     ],
 )
@@ -101,7 +102,7 @@ def test_an_interval_that_overflows_has_no_end():
 
 
 def test_a_key_that_names_no_place_is_passed_over():
-    odd = {"ruler": {"asked": "q", "values": [1.0]}}
+    odd = {"ruler": Values(asked="q", values=(1.0,))}
     assert differences(odd, odd) == []
 
 
@@ -109,7 +110,7 @@ def write_run(folder, name, parts, **changes) -> None:
     folder.mkdir(exist_ok=True)
     result = {
         "name": name, "model": "m", "factors": {}, "notes": [], "grids": {},
-        "scores": [part.to_json() for part in parts], "values": values(*parts), **changes,
+        "scores": [as_json(replace(part, each=None)) for part in parts], "values": as_json(values(*parts)), **changes,
     }  # fmt: skip
     (folder / "results.json").write_text(json.dumps(result))
 
@@ -120,18 +121,16 @@ def test_compare_against_a_row(tmp_path, capsys):
     write_run(tmp_path / "c", "other", [ruler("vt", [1.0] * 20, asked="others")])
     places = [tmp_path / name for name in "abc"]
     result = compare(places, against="yarn")
-    apart, books = result["tables"][-2:]
-    assert apart["title"] == "RULER, against yarn"
-    assert apart["rows"] == [["ours", "+50.0 (+21.1 to +69.8)"]]
-    assert apart["caption"] == (
-        "points more than yarn, question by question, with 95% intervals; samples in a number: 20"
-    )
+    apart, books = result.tables[-2:]
+    assert apart.title == "RULER, against yarn"
+    assert apart.rows == [["ours", "+50.0 (+21.1 to +69.8)"]]
+    assert apart.caption == ("points more than yarn, question by question, with 95% intervals; samples in a number: 20")
     assert "other is not compared with yarn" in capsys.readouterr().err
-    assert books["title"] == "Perplexity of books, full windows, against yarn"
-    assert books["rows"][0][1].startswith("-7.6")
-    assert set(result["differences"]) == {"ours", "other"}
-    assert result["differences"]["other"] == []
-    assert compare(places)["differences"] == {}
+    assert books.title == "Perplexity of books, full windows, against yarn"
+    assert books.rows[0][1].startswith("-7.6")
+    assert set(result.differences) == {"ours", "other"}
+    assert result.differences["other"] == ()
+    assert compare(places).differences == {}
 
 
 def test_what_cannot_be_paired_is_said(tmp_path):
@@ -145,21 +144,27 @@ def test_what_cannot_be_paired_is_said(tmp_path):
     with pytest.raises(LongRopeError, match="run 'yearn' is not known"):
         compare(places, against="yearn")
     write_run(tmp_path / "b", "ours", [ruler("vt", [1.0])], values={"ruler/vt/4096": {"asked": 1, "values": []}})
-    with pytest.raises(LongRopeError, match=r"not the results of an evaluation \(values\..*asked must be str"):
+    with pytest.raises(
+        LongRopeError, match=r"results.json: damaged: values\.ruler/vt/4096\.asked must be a valid string"
+    ):
         compare(places)
-    for place, wrong in (("ruler/vt/4096", 1e300), ("ruler/vt/4096", -1), ("perplexity/full/4096", 10**400)):
+    for place, wrong in (("ruler/vt/4096", 1e300), ("ruler/vt/4096", -1), ("perplexity/full/4096", 701.0)):
         found = {place: {"asked": "q", "values": [wrong]}}
         write_run(tmp_path / "b", "ours", [ruler("vt", [1.0])], values=found)
         with pytest.raises(LongRopeError, match=f"values.{place} must lie from 0 to "):
             compare(places)
+    found = {"perplexity/full/4096": {"asked": "q", "values": [10**400]}}
+    write_run(tmp_path / "b", "ours", [ruler("vt", [1.0])], values=found)
+    with pytest.raises(LongRopeError, match=r"values.perplexity/full/4096.values.0 must be a finite number"):
+        compare(places)
 
 
 def test_rows_over_other_tasks_are_told_apart(tmp_path):
     write_run(tmp_path / "a", "yarn", [ruler("vt", [0.0]), ruler("cwe", [0.0])])
     write_run(tmp_path / "b", "one", [ruler("vt", [1.0])])
     write_run(tmp_path / "c", "two", [ruler("vt", [1.0]), ruler("cwe", [0.0])])
-    table = compare([tmp_path / name for name in "abc"], against="yarn")["tables"][-1]
-    assert "rows are not of the same tasks (one: vt; two: cwe, vt)" in table["caption"]
+    table = compare([tmp_path / name for name in "abc"], against="yarn").tables[-1]
+    assert "rows are not of the same tasks (one: vt; two: cwe, vt)" in table.caption
 
 
 def test_perplexities_of_other_texts_are_told_apart(tmp_path):
@@ -167,11 +172,11 @@ def test_perplexities_of_other_texts_are_told_apart(tmp_path):
     for name, asked in (("a", "b"), ("b", "b"), ("c", "others")):
         write_run(tmp_path / name, name, [book([20.0] * 4, asked)])
     same, others = (compare([tmp_path / name for name in names], against="a") for names in ("ab", "abc"))
-    assert same["tables"][0]["caption"] == "95% intervals; samples in a number: 4"
-    assert others["tables"][0]["caption"].endswith("; rows are not of the same texts at 4k")
-    assert not any("texts" in table["caption"] for table in others["tables"][1:])  # only what is the same is paired
+    assert same.tables[0].caption == "95% intervals; samples in a number: 4"
+    assert others.tables[0].caption.endswith("; rows are not of the same texts at 4k")
+    assert not any("texts" in table.caption for table in others.tables[1:])  # only what is the same is paired
 
 
 def test_a_perplexity_without_a_name_is_shown(tmp_path):
     write_run(tmp_path / "a", "a", [replace(book([20.0] * 4), task="")])
-    assert compare([tmp_path / "a"])["tables"][0]["rows"][0][1].startswith("7.389")
+    assert compare([tmp_path / "a"]).tables[0].rows[0][1].startswith("7.389")

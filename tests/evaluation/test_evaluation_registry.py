@@ -4,6 +4,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -86,11 +87,8 @@ def test_in_the_tables_of_evaluate_and_compare(tmp_path, monkeypatch, capsys):
 
 def test_in_the_summary_of_a_report():
     scores = run(type("Setup", (), {"samples": 4, "lengths": (2048,), "tasks": RIDDLES.tasks}), None).measured
-    data = {
-        "scores": {"base": [score.to_json() for score in scores]}, "original_length": 1024, "target_length": 2048,
-        "model": "m", "recipe": {"source": [{}]},
-    }  # fmt: skip
-    summary = summarise(data)
+    book = SimpleNamespace(model="m", target_length=2048, recipe={"source": [{}]})
+    summary = summarise(SimpleNamespace(scores={"base": scores}, original_length=1024, book=book))
     assert summary.columns == ["", "riddles 2k"]
     assert summary.rows == [["original", "50.0%"]]
     assert summary.caption == "Riddles of the Sphinx: share of right answers by length"

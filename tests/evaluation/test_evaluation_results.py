@@ -21,14 +21,15 @@ from longrope2.errors import LongRopeError, MissingExtraError
 from longrope2.evaluation.compare import compare
 from longrope2.evaluation.config import EvaluationConfig, lengths_for
 from longrope2.evaluation.evaluate import _described
-from longrope2.evaluation.results import Measured, accuracy, average, perplexity, with_averages
+from longrope2.evaluation.results import accuracy, average, perplexity, with_averages
 from longrope2.evaluation.suite import Prompt, TextSpan
-from longrope2.evaluation.table import markdown, retention, run_tables
+from longrope2.evaluation.table import retention, run_tables
 from longrope2.files import only_one
 from longrope2.intervals import mean_of_means, student, wilson
 from longrope2.methods import rescale
 from longrope2.models import describe
 from longrope2.perplexity import Score
+from longrope2.records import Measured, Results, as_json
 
 
 def measured(suite, task, length, score, samples=20, **options) -> Measured:
@@ -98,7 +99,7 @@ def test_fractions_of_an_answer_vary_less_than_right_and_wrong():
 
 
 def test_accuracy_and_perplexity():
-    found = accuracy([1.0, 0.5, 0.0, 1.0], suite="s", task="t", length=8, metric="m")
+    found = accuracy([1.0, 0.5, 0.0, 1.0], suite="s", task="t", length=8, metric="m", asked="x")
     assert (found.score, found.samples) == (62.5, 4)
     assert (found.low, found.high) == pytest.approx(tuple(100 * end for end in wilson(0.625, 4)))
     scores = [Score(2.0, 2, exact=False), Score(9.0, 3, exact=False)]
@@ -109,21 +110,35 @@ def test_accuracy_and_perplexity():
     assert perplexity([Score(math.inf, 1, exact=False)], suite="s", task="t", length=8, asked="x").score is None
 
 
+ROWS = Path(__file__).parents[2] / "results/smollm2/rows"
+
+
 def test_stored_results_have_the_intervals_that_their_values_give():
     """Of the SmolLM2 comparison, measured on a GPU by an earlier release; its values are rounded."""
     checked = 0
-    for path in sorted((Path(__file__).parents[2] / "results/smollm2/rows").glob("*.json")):
-        run = json.loads(path.read_text())
-        stored = {f"{score['suite']}/{score['task']}/{score['length']}": score for score in run["scores"]}
-        for place, found in run.get("values", {}).items():
+    for path in sorted(ROWS.glob("*.json")):
+        run = Results.load(path)
+        stored = {score.place: score for score in run.scores}
+        for place, found in run.values.items():
             score = stored[place]
-            if score["metric"] == "perplexity":
-                ends = np.exp(student(found["values"]))
+            if score.metric == "perplexity":
+                ends = np.exp(student(found.values))
             else:
-                ends = 100 * np.array(wilson(np.mean(found["values"]), len(found["values"])))
-            assert ends == pytest.approx((score["low"], score["high"]), rel=1e-5, abs=1e-5), (path.name, place)
+                ends = 100 * np.array(wilson(np.mean(found.values), len(found.values)))
+            assert ends == pytest.approx((score.low, score.high), rel=1e-5, abs=1e-5), (path.name, place)
             checked += 1
     assert checked > 400
+
+
+def test_stored_results_are_compared_as_they_were(tmp_path):
+    """The published comparison comes out of files that have no format yet."""
+    kept = json.loads((ROWS.parent / "main-32k.json").read_text())
+    names = [Path(run["folder"]).name for run in kept["runs"]]
+    again = as_json(compare([ROWS / name for name in names], against=kept["against"]))
+    assert again["tables"] == kept["tables"]
+    assert again["markdown"] == kept["markdown"]
+    assert again["scores"] == kept["scores"]
+    assert again["grids"] == kept["grids"]
 
 
 def test_averages_follow_their_length():
@@ -141,14 +156,14 @@ def test_averages_follow_their_length():
 def test_tasks_are_rows_and_lengths_columns():
     parts = [measured("ruler", task, length, 50.0) for length in (8192, 4096) for task in ("vt", "cwe")]
     parts = [*with_averages(parts), measured("short", "mmlu", None, 30.0, 114)]
-    ruler, short = run_tables("mine", [part.to_json() for part in parts])
+    ruler, short = run_tables("mine", parts)
     assert ruler.title == "mine: RULER"
     assert ruler.columns == ["task", "samples", "4k", "8k"]
     assert [row[:2] for row in ruler.rows] == [["vt", "20"], ["cwe", "20"], ["Avg.", "40"]]
     assert ruler.rows[0][2] == "50.0 (29.9–70.1)"
     assert short.columns == ["task", "samples", "score"]
     assert short.rows == [["MMLU", "114", "30.0 (22.4–39.0)"]]
-    assert markdown(ruler).splitlines()[2:4] == ["| task | samples | 4k | 8k |", "| --- | ---: | ---: | ---: |"]
+    assert ruler.markdown().splitlines()[2:4] == ["| task | samples | 4k | 8k |", "| --- | ---: | ---: | ---: |"]
 
 
 # Comparisons
@@ -158,7 +173,7 @@ def write_run(folder, name, scores, *, factors=None, grids=None, notes=()) -> No
     folder.mkdir()
     result = {
         "name": name, "model": "m", "factors": factors, "notes": list(notes), "grids": grids or {},
-        "scores": [score.to_json() for score in scores],
+        "scores": as_json(scores),
     }  # fmt: skip
     (folder / "results.json").write_text(json.dumps(result))
 
@@ -210,24 +225,24 @@ def runs(tmp_path):
 
 def test_methods_are_rows(runs):
     result = compare(runs)
-    tables = {table["title"]: table for table in result["tables"]}
-    assert tables["RULER"]["columns"] == ["Method", "4k", "8k"]
-    assert [row[0] for row in tables["RULER"]["rows"]] == ["yarn", "longrope2"]
-    assert tables["RULER"]["rows"][1][1].startswith("80.0 (")
-    assert tables["Needle in a Haystack"]["columns"] == ["Method", "8k"]
-    assert tables["Short tasks"]["columns"] == ["Method", "Avg.", "MMLU", "GSM8K", "Retention"]
-    assert [row[-1] for row in tables["Short tasks"]["rows"]] == ["100.0%", "90.0%", "90.0%"]
-    assert result["base"] == "original"
-    assert "- yarn: without qa_1" in result["markdown"]
-    assert "samples in a number: 40" in result["markdown"]
+    tables = {table.title: table for table in result.tables}
+    assert tables["RULER"].columns == ["Method", "4k", "8k"]
+    assert [row[0] for row in tables["RULER"].rows] == ["yarn", "longrope2"]
+    assert tables["RULER"].rows[1][1].startswith("80.0 (")
+    assert tables["Needle in a Haystack"].columns == ["Method", "8k"]
+    assert tables["Short tasks"].columns == ["Method", "Avg.", "MMLU", "GSM8K", "Retention"]
+    assert [row[-1] for row in tables["Short tasks"].rows] == ["100.0%", "90.0%", "90.0%"]
+    assert result.base == "original"
+    assert "- yarn: without qa_1" in result.markdown
+    assert "samples in a number: 40" in result.markdown
 
 
 def test_a_row_may_be_named_anew(runs, tmp_path):
     twice = [f"first={runs[1]}", f"second={runs[1] / 'results.json'}", runs[1]]
-    assert [row["name"] for row in compare(twice)["runs"]] == ["first", "second", "yarn"]
-    assert [row["folder"] for row in compare(twice)["runs"]] == [str(runs[1]), f"{runs[1]}/results.json", str(runs[1])]
+    assert [row.name for row in compare(twice).runs] == ["first", "second", "yarn"]
+    assert [row.folder for row in compare(twice).runs] == [str(runs[1]), f"{runs[1]}/results.json", str(runs[1])]
     odd = runs[1].rename(tmp_path / "a=b")
-    assert [row["name"] for row in compare([odd, f"x={odd}"])["runs"]] == ["yarn", "x"]
+    assert [row.name for row in compare([odd, f"x={odd}"]).runs] == ["yarn", "x"]
 
 
 @pytest.mark.parametrize(
@@ -244,18 +259,18 @@ def test_rows_of_other_tasks_are_told_apart(one, other, told, tmp_path):
     for name, tasks in (("one", one), ("other", other)):
         write_run(tmp_path / name, name, with_averages(measured("ruler", task, 4096, 50.0) for task in tasks))
     result = compare([tmp_path / "one", tmp_path / "other"])
-    assert f"rows are not of the same tasks ({told})" in result["markdown"]
-    assert result["base"] is None  # two originals: neither is the one
+    assert f"rows are not of the same tasks ({told})" in result.markdown
+    assert result.base is None  # two originals: neither is the one
 
 
 def test_retention_is_on_common_tasks():
     by_name = {
-        "base": [measured("short", "a", None, 50.0).to_json(), measured("short", "b", None, 10.0).to_json()],
-        "other": [measured("short", "a", None, 45.0).to_json(), measured("short", "c", None, 99.0).to_json()],
+        "base": [measured("short", "a", None, 50.0), measured("short", "b", None, 10.0)],
+        "other": [measured("short", "a", None, 45.0), measured("short", "c", None, 99.0)],
     }
     assert retention(by_name, "base") == {"base": 100.0, "other": 90.0}
     assert retention(by_name, None) == {}
-    nothing = {"base": [measured("short", "a", None, 0.0).to_json()], "other": by_name["other"]}
+    nothing = {"base": [measured("short", "a", None, 0.0)], "other": by_name["other"]}
     assert retention(nothing, "base") == {}
 
 
@@ -293,7 +308,7 @@ def test_a_name_is_no_formula(runs, tmp_path, monkeypatch, capsys):
         (["nowhere"], "results.json: cannot be read"),
         (["yarn", "yarn"], "several evaluations are named yarn\nhint: give each its own: longrope2 compare NAME="),
         (["yarn", "--base", "origin"], "run 'origin' is not known"),
-        (["broken"], "not the results of an evaluation"),
+        (["broken"], "results.json: damaged: 6 problems\n  - name is missing\n  - model is missing"),
     ],
 )
 def test_wrong_comparisons(arguments, message, runs, monkeypatch, capsys):
@@ -315,10 +330,10 @@ def test_wrong_comparisons(arguments, message, runs, monkeypatch, capsys):
         ("grids", {"niah": {"lengths": [4096], "depths": [0.0], "cells": [[]]}}),
         ("grids", {"niah": {"lengths": [], "depths": [], "cells": []}}),
         ("grids", {"niah": {"lengths": [], "depths": [0.0], "cells": [[]]}}),
-        ("scores", [{**measured("niah", "niah", None, 1.0).to_json()}]),
-        ("scores", [measured("niah", "niah", 4096, math.nan).to_json()]),
-        ("scores", [{**measured("niah", "niah", 4096, 1.0).to_json(), "high": math.inf}]),
-        ("scores", [{**measured("short", "mmlu", None, 1.0).to_json(), "score": None}]),
+        ("scores", [{**as_json(measured("niah", "niah", None, 1.0))}]),
+        ("scores", [as_json(measured("niah", "niah", 4096, math.nan))]),
+        ("scores", [{**as_json(measured("niah", "niah", 4096, 1.0)), "high": math.inf}]),
+        ("scores", [{**as_json(measured("short", "mmlu", None, 1.0)), "score": None}]),
     ],
 )  # fmt: skip
 def test_results_of_another_shape_are_refused(key, value, runs, monkeypatch, capsys):
@@ -326,7 +341,7 @@ def test_results_of_another_shape_are_refused(key, value, runs, monkeypatch, cap
     file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
     code, _, error = command(monkeypatch, capsys, "compare", *runs)
     assert code == 2
-    assert error.startswith(f"error: {file}: not the results of an evaluation (")
+    assert error.startswith(f"error: {file}: damaged: ")
 
 
 def test_what_is_left_out_and_what_is_written_is_told(tmp_path, monkeypatch, capsys):

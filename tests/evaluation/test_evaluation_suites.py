@@ -2,12 +2,21 @@
 
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from longrope2.errors import DataError, LongRopeError, chosen
-from longrope2.evaluation.suite import Setup, encode, most_that_fit, prompt_tokens, read_rows, truncate_middle
+from longrope2.evaluation.suite import (
+    Published,
+    Setup,
+    encode,
+    most_that_fit,
+    prompt_tokens,
+    read_rows,
+    truncate_middle,
+)
 from longrope2.evaluation.suites import infinitebench, loft, longbench, niah, passkey, perplexity
 from longrope2.models import describe, load_tokenizer
 
@@ -237,7 +246,7 @@ def test_wrong_choices_are_named(tokenizer, tmp_path):
     with pytest.raises(DataError, match=r"sample 1: None is not one of its options"):
         infinitebench.choice_samples(setup, 256)
     path.write_text(json.dumps(choice_row()) + "\n{broken\n")
-    with pytest.raises(DataError, match=r"longbook_choice_eng.jsonl, line 2: not valid JSON"):
+    with pytest.raises(DataError, match=r"longbook_choice_eng.jsonl, line 2: invalid JSON"):
         infinitebench.choice_samples(setup, 256)
 
 
@@ -400,9 +409,12 @@ def test_loft_files_that_are_wrong(tokenizer, tmp_path):
     with pytest.raises(DataError, match=r"corpus.jsonl: no such file") as caught:
         loft.loft_samples(setup, "nq", 1 << 17)
     assert "https://storage.googleapis.com/loft-bench/retrieval/nq.zip" in caught.value.hint
-    for answers in ([["doc9", 1]], [["doc1", 1], []], [1], []):
+    lost = "query 1: its answers are not in the corpus"
+    for answers, message in (
+        ([["doc9", 1]], lost), ([["doc1", 1], []], lost), ([], lost), ([1], "line 1: answers.0 must be a valid array")
+    ):  # fmt: skip
         write_rows(folder / "test_queries.jsonl", [{"query_text": "?", "answers": answers}])
-        with pytest.raises(DataError, match="query 1: its answers are not in the corpus"):
+        with pytest.raises(DataError, match=message):
             loft.loft_samples(setup, "nq", 1 << 15)
 
 
@@ -445,20 +457,26 @@ def test_missing_data_says_where_it_comes_from(tokenizer, tmp_path):
     infinitebench.SUITE.refuse(setup_of(tokenizer, lengths=(1 << 15,), tasks=["kv_retrieval"]))
 
 
+@dataclass(frozen=True, kw_only=True)
+class PublishedRow(Published):
+    a: int
+    b: str
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b"[1]", "a JSON list, an object expected"),
+        (b"[1]", "the whole must be an object"),
         (b'{"a": 1}', "b is missing"),
-        (b'{"a": 1, "b": 2}', "b must be str, got '2'"),
-        (b'{"a": 1,', "not valid JSON"),
+        (b'{"a": 1, "b": 2}', "b must be a valid string, got '2'"),
+        (b'{"a": 1,', "invalid JSON"),
     ],
 )
 def test_a_corrupt_line_is_named(line, message, tmp_path):
     path = tmp_path / "rows.jsonl"
-    path.write_bytes(b'{"a": 0, "b": "x"}\n\n' + line + b"\n")
-    rows = read_rows(path, {"a": int, "b": str}, source="the moon")
-    assert next(rows) == {"a": 0, "b": "x"}
+    path.write_bytes(b'{"a": 0, "b": "x", "more": []}\n\n' + line + b"\n")
+    rows = read_rows(path, PublishedRow, source="the moon")
+    assert next(rows) == PublishedRow(a=0, b="x")
     with pytest.raises(DataError, match=rf"rows.jsonl, line 3: {re.escape(message)}") as caught:
         next(rows)
     assert caught.value.hint == "the moon"
@@ -468,7 +486,7 @@ def test_a_torn_archive_is_named(tmp_path):
     path = tmp_path / "rows.jsonl.gz"
     path.write_bytes(b"\x1f\x8b\x08\x00torn")
     with pytest.raises(DataError, match=r"rows.jsonl.gz: cannot be read"):
-        list(read_rows(path, {}, source=""))
+        list(read_rows(path, PublishedRow, source=""))
 
 
 def test_the_nearest_name_is_suggested():
@@ -502,5 +520,5 @@ def test_a_file_without_rows_is_named(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"\n")
     with pytest.raises(DataError, match=r"rows.jsonl: no rows") as caught:
-        list(read_rows(path, {}, source="the moon"))
+        list(read_rows(path, PublishedRow, source="the moon"))
     assert caught.value.hint == "the moon"

@@ -24,7 +24,7 @@ from longrope2.errors import LongRopeError, ModelError
 from longrope2.export.config import VerifyConfig
 from longrope2.export.gguf_tokenizer import GPT4O_SPLIT
 from longrope2.export.reference import Reference
-from longrope2.export.verify import RIGHT, verify
+from longrope2.export.verify import verify
 from longrope2.gguf_model import LLAMA3_SPLIT, open_gguf
 from longrope2.models import ASSETS, describe, load, load_tokenizer
 from longrope2.rotary import rescaled
@@ -84,7 +84,7 @@ class TestLlamaCpp:
         file = export_family(tmp_path, family, options, TWO_TEMPERATURES)
         reference = Reference(file)
         findings = verify(reference.path, VerifyConfig()).findings
-        assert {finding.mode: finding.verdict for finding in findings} == dict.fromkeys(MODES, RIGHT)
+        assert {finding.mode: finding.verdict for finding in findings} == dict.fromkeys(MODES, "right")
         assert max(finding.max_error for finding in findings) < 1e-3
         # What was read back from the file is the model it was made of, and not just what llama.cpp agrees with.
         source = load(file.with_name("model"), device="cpu").model
@@ -95,14 +95,14 @@ class TestLlamaCpp:
 
     def test_the_tiny_model(self, tmp_path):
         findings = verify(export_tiny(tmp_path / "t.gguf", **TWO_TEMPERATURES), VerifyConfig()).findings
-        assert {finding.mode: finding.verdict for finding in findings} == dict.fromkeys(MODES, RIGHT)
+        assert {finding.mode: finding.verdict for finding in findings} == dict.fromkeys(MODES, "right")
         assert max(finding.max_error for finding in findings) < 1e-3
 
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "q8_0"])
     def test_precisions(self, tmp_path, dtype):
         file = export_family(tmp_path, "llama", {}, TWO_TEMPERATURES, dtype)
         findings = verify(file, VerifyConfig()).findings
-        assert {finding.mode: finding.verdict for finding in findings} == dict.fromkeys(MODES, RIGHT)
+        assert {finding.mode: finding.verdict for finding in findings} == dict.fromkeys(MODES, "right")
         kinds = {tensor.tensor_type.name for tensor in gguf.GGUFReader(file).tensors}
         assert kinds == {"F32", {"bfloat16": "BF16", "float16": "F16", "q8_0": "Q8_0"}[dtype]}
 
@@ -118,12 +118,12 @@ class TestLlamaCpp:
             tensors["rope_factors_long.weight"].data[:] = tensors["rope_factors_short.weight"].data
         del reader
         result = verify(file, VerifyConfig())
-        assert not result.is_right
-        findings = {finding["mode"]: finding for finding in result.to_json()}
-        assert findings["long"]["verdict"] == "WRONG"
-        assert findings["short"]["verdict"] == ("WRONG" if fault == "temperature" else "right")
+        assert result.wrong
+        findings = {finding.mode: finding for finding in result.findings}
+        assert findings["long"].verdict == "WRONG"
+        assert findings["short"].verdict == ("WRONG" if fault == "temperature" else "right")
         expected = "long factors at an attention factor of 1.0" if fault == "temperature" else "short factors"
-        assert expected in findings["long"]["note"]
+        assert expected in findings["long"].note
 
     def test_no_short_side_below_a_step_of_context(self, tmp_path):
         """llama.cpp rounds contexts up to 256, so a window of 100 tokens is never short."""
@@ -131,7 +131,10 @@ class TestLlamaCpp:
         factors = family_factors(load(model, device="cpu").model, original_length=100)
         export(str(model), tmp_path / "o.gguf", factors=factors, format="gguf", dtype="float32")
         findings = verify(tmp_path / "o.gguf", VerifyConfig()).findings
-        assert {finding.mode: finding.verdict for finding in findings} == {"short, long factors": RIGHT, "long": RIGHT}
+        assert {finding.mode: finding.verdict for finding in findings} == {
+            "short, long factors": "right",
+            "long": "right",
+        }
         assert "-c 100" not in (tmp_path / "o.md").read_text()
 
 

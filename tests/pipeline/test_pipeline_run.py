@@ -73,18 +73,18 @@ def test_every_stage_leaves_its_result(whole):
     assert {entry.state for entry in steps.values()} == {"done"}
     assert (whole / "report/index.html").exists()
     data = gather(whole)
-    assert tuple(data["scores"]) == METHODS
+    assert tuple(data.scores) == METHODS
     summary = summarise(data)
     assert summary.columns == ["", "needles 512", "short PPL", "kept"]
     # Within the original window LongRoPE2 is the original until it is trained; YaRN, as published, is not.
-    kept = {name: found["perplexity_retention"] for name, found in summary.methods.items()}
+    kept = {name: found.perplexity_retention for name, found in summary.methods.items()}
     assert kept["base"] == 100
     assert kept[ledger.SEARCHED] == pytest.approx(100, abs=1e-3)
     assert kept["yarn"] < 90
-    assert summary.methods["base"]["by_length"]["niah"] == {"512": 0.0}
+    assert summary.methods["base"].by_length["niah"] == {"512": 0.0}
     card = (whole / "export/tiny-512/README.md").read_text()
     assert "short_perplexity" in card
-    verified = json.loads((whole / ledger.VERIFIED).read_text())
+    verified = json.loads((whole / ledger.VERIFIED).read_text())["exports"]
     assert {finding["mode"]: finding["verdict"] for finding in verified["export/tiny-512"]}["long"] == "right"
     assert {view.state for view in look(whole)} == {"done"}
 
@@ -251,7 +251,7 @@ def test_what_other_options_gave_is_not_reported_as_this(place, recipe, whole):
     (folder / ledger.FACTORS).unlink()
     data = gather(folder)
     after = summarise(data)
-    assert data["outdated"] == EVALUATIONS[4:6]
+    assert [name for name in data.book.steps if name not in data.steps] == EVALUATIONS[4:6]
     assert after.methods == {name: before.methods[name] for name in METHODS[:2]}
     assert after.title == before.title == "tiny, 256 → 512 tokens"
     views = {view.stage: view for view in look(folder)}

@@ -8,7 +8,15 @@ from longrope2 import ledger
 from longrope2.factors import RescaleFactors
 from longrope2.ledger import Ledger
 from longrope2.methods import rescale
-from longrope2.records import TrainingRecord
+from longrope2.records import (
+    Composition,
+    Finding,
+    Marks,
+    PlanHeader,
+    TrainingRecord,
+    TrainingSettings,
+    VerifyRecord,
+)
 from longrope2.rope import RopeSpec
 
 SPEC = RopeSpec(rotary_dim=64, theta=10_000.0, original_length=256)
@@ -88,7 +96,13 @@ def _search(folder, rng):
 
 
 def _data(folder, rng):
-    write(folder / ledger.PLAN, {"rows": 24, "config": {"seed": 3}, "report": {"warnings": []}})
+    counts = {"rows": 24, "target_length": 4096, "tokens": 24 * 4096, "document_tokens": 24 * 4096, "mark_tokens": 0}
+    report = Composition(**counts, padding=0, padding_share=0.0, buckets=(), sources=(), cells=())
+    marks = Marks(bos=1, eos=2, pad=2)
+    header = PlanHeader(
+        rows=24, config={"seed": 3}, sources=(), corpus_keys=(), tokenizer="", marks=marks, versions={}, report=report
+    )
+    write(folder / ledger.PLAN, header.to_json())
 
 
 def _train(folder, rng):
@@ -99,7 +113,7 @@ def _train(folder, rng):
     ]  # fmt: skip
     (folder / ledger.TRAIN).mkdir(parents=True, exist_ok=True)
     (folder / ledger.TRAINING_LOG).write_text("".join(json.dumps(line) + "\n" for line in log))
-    write(folder / ledger.TRAIN / "run.json", {"config": {"train": {"steps": STEPS}}})
+    TrainingSettings(identity={}, config={"train": {"steps": STEPS}}, versions={}).save(folder / "train/run.json")
     facts = {"model": {}, "factors": {}, "plan": {}, "versions": {}, "config": {"train": {"seed": 5}}}
     counts = {"processes": 1, "device": "cpu", "steps": 12, "tokens": 12, "seconds": 1.0, "losses": {}, "needles": {}}
     TrainingRecord(**facts, **counts).save(folder / ledger.TRAINING_RECORD)
@@ -109,7 +123,8 @@ def _evaluate(folder, step, rng):
     _, method, suite = step.split("/")
     lengths, depths = [256, 4096], [0.0, 0.5, 1.0]
     common = {"name": method, "model": "tiny", "factors": None, "notes": [], "device": "cpu", "processes": 1,
-              "seconds": 3.0, "config": {}}  # fmt: skip
+              "seconds": 3.0, "config": {}, "versions": {}, "revision": "r", "weights": "w", "backend": "torch",
+              "window": 4096}  # fmt: skip
     if suite == "perplexity":
         value = 40.0 if method == "base" else 40.0 + 10 * rng.random()
         scores = [_score("perplexity", "sliding", 256, value), _score("perplexity", "sliding", 4096, 3 * value)]
@@ -139,5 +154,5 @@ def _export(folder, rng):
 
 
 def _verify(folder, rng):
-    finding = {"engine": "transformers 5", "mode": "long", "max_error": 1.5e-6, "verdict": "right", "note": "a <b> & c"}
-    write(folder / ledger.VERIFIED, {"export/tiny-4k": [finding]})
+    finding = Finding("transformers 5", "long", 1.5e-6, "right", "a <b> & c")
+    VerifyRecord(exports={"export/tiny-4k": (finding,)}).save(folder / ledger.VERIFIED)

@@ -14,10 +14,11 @@ from longrope2 import ledger
 from longrope2.errors import LongRopeError
 from longrope2.figures import DARK, LIGHT
 from longrope2.methods import rescale
+from longrope2.records import as_json
 from longrope2.report import charts
 from longrope2.report.gather import gather
 from longrope2.report.page import write_report
-from longrope2.report.summary import Summary, label, summarise
+from longrope2.report.summary import MethodSummary, Summary, label, summarise
 
 FIGURES = ("factors", "convergence", "losses", "niah-by-length", "needles", "retention", "time")
 
@@ -256,7 +257,7 @@ def test_needles_of_two_tables_are_one_map(tmp_path):
     book = ledger.Ledger(folder)
     book.start("evaluate/base/niah-3", {})
     book.finish("evaluate/base/niah-3", {}, 1.0)
-    found = gather(folder)["grids"]["base"]
+    found = as_json(gather(folder).grids["base"])
     assert found["lengths"] == [256, 1024, 4096]
     expected = [[row[0], new[0], row[1]] for row, new in zip(grid["cells"], other, strict=True)]
     assert found["cells"] == expected
@@ -295,6 +296,8 @@ def test_what_is_no_run_is_refused(tmp_path):
         (ledger.PLAN, b'{"rows": "\xff"}'),
         ("export/tiny-4k/factors.json", "{}"),
         (ledger.VERIFIED, '{"export/tiny-4k": [{}]}'),
+        (ledger.VERIFIED, '{"format": "longrope2.verify", "version": 1, "exports": {"export/tiny-4k": [{}]}}'),
+        ("export/tiny-4k/config.json", "[]"),
     ],
 )
 def test_a_damaged_file_is_named(tmp_path, file, content):
@@ -310,7 +313,7 @@ def test_a_damaged_grid_is_named(tmp_path):
     folder = make_run(tmp_path / "run", stages=("evaluate",))
     path = folder / "evaluate/base/niah/results.json"
     path.write_text(path.read_text().replace('"depths"', '"depth"'))
-    with pytest.raises(LongRopeError, match=r"results\.json: damaged \(grids\.niah: depths is missing"):
+    with pytest.raises(LongRopeError, match=r"results\.json: damaged: 2 problems\n  - grids\.niah\.depths is missing"):
         write_report(folder)
 
 
@@ -318,10 +321,10 @@ def test_what_is_left_of_a_line_of_the_log_is_passed_over(tmp_path):
     folder = make_run(tmp_path / "run", stages=("train",))
     with (folder / ledger.TRAINING_LOG).open("a") as log:
         log.write('{"step": 13, "loss": 3.0}\n{"step": 14, "loss": 3.0, "tokens": 5, "loss_long": null}\n')
-    assert len(gather(folder)["log"]) == STEPS
+    assert len(gather(folder).log) == STEPS
     (folder / ledger.TRAINING_LOG).unlink()
     (folder / ledger.TRAINING_LOG).mkdir()
-    assert gather(folder)["log"] == []
+    assert gather(folder).log == []
 
 
 @pytest.mark.parametrize(
@@ -331,7 +334,10 @@ def test_what_is_left_of_a_line_of_the_log_is_passed_over(tmp_path):
 )
 def test_every_measure_of_what_is_kept_is_drawn_and_told(perplexity, tasks):
     kept = zip(("base", "yarn"), perplexity, tasks, strict=True)
-    methods = {name: {"perplexity_retention": p, "short_retention": s} for name, p, s in kept}
+    methods = {
+        name: MethodSummary(by_length={}, short_perplexity=None, perplexity_retention=p, short_retention=s)
+        for name, p, s in kept
+    }
     (chart,) = charts._retention(Summary(title="", columns=[], rows=[], caption="", methods=methods))
     drawn = [mark.y for mark in chart.draw(None).marks]
     assert drawn == [row[2] for row in chart.rows] == [v for v in (*perplexity, *tasks) if v is not None]
@@ -344,5 +350,5 @@ def test_a_base_that_was_not_measured_has_no_retention(tmp_path):
     for suite in ("niah", "perplexity"):
         (folder / f"evaluate/base/{suite}/results.json").unlink()
     summary = summarise(gather(folder))
-    assert all(found["perplexity_retention"] is None for found in summary.methods.values())
+    assert all(found.perplexity_retention is None for found in summary.methods.values())
     assert "kept" not in summary.columns

@@ -79,8 +79,12 @@ def test_another_dtype_of_a_finished_run(sample, finished, copied, monkeypatch, 
 
 
 FOLDERS = [
-    (lambda run: (run / "run.json").write_text('{"identity": 3}'), r"run\.json cannot be read", "copy that file back"),
-    (lambda run: cut(run / "run.json"), r"run\.json cannot be read", "copy that file back"),
+    (
+        lambda run: (run / "run.json").write_text('{"identity": 3}'),
+        r"run\.json: damaged: 3 problems",
+        "copy that file back",
+    ),
+    (lambda run: cut(run / "run.json"), r"run\.json: damaged: invalid JSON", "copy that file back"),
     (lambda run: ((run / "log.jsonl").unlink(), (run / "log.jsonl").mkdir()), "is a folder, a file", "move it away"),
     (lambda run: (shutil.rmtree(run / "model"), (run / "model").touch()), "model is a file", "move it away"),
     (lambda run: (shutil.rmtree(run / "checkpoints"), (run / "checkpoints").touch()), "is a file", "move it away"),
@@ -146,7 +150,7 @@ def test_a_run_that_saved_nothing_makes_room(sample, tmp_path, monkeypatch, caps
     assert json.loads((tmp_path / "run" / "run.json").read_text())["identity"]["learning_rate"] == 1.0
     sample.run(tmp_path / "run", steps=2)
     assert "saved nothing; this one takes its place" in capsys.readouterr().err
-    assert [line["step"] for line in read_log(tmp_path / "run" / "log.jsonl")] == [1, 2]
+    assert [line.step for line in read_log(tmp_path / "run" / "log.jsonl")] == [1, 2]
     shutil.rmtree(tmp_path / "run" / "model")  # its checkpoint is worth keeping
     with pytest.raises(LongRopeError, match="holds another run"):
         sample.run(tmp_path / "run", steps=3)

@@ -306,7 +306,7 @@ def test_a_full_disk_is_a_clear_error(tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("longrope2.training.checkpoint.write_json", full)
+    monkeypatch.setattr("longrope2.records.write_json", full)
     with pytest.raises(LongRopeError, match="No space left on device"):
         run(tmp_path)
     assert not list((tmp_path / "checkpoints").iterdir())

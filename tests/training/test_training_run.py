@@ -21,12 +21,14 @@ from longrope2.errors import LongRopeError
 from longrope2.factors import RescaleFactors
 from longrope2.files import umask
 from longrope2.models import describe, rescale_model
-from longrope2.records import TrainingRecord
+from longrope2.perplexity import Score
+from longrope2.records import NeedleLine, StepLine, TrainingRecord, as_json
 from longrope2.rotary import rescaled
 from longrope2.training.config import TrainConfig
 from longrope2.training.estimate import known_gpu, shape_of, skeleton
 from longrope2.training.log import LogFile, StepReporter, read_log, training_table
 from longrope2.training.loop import StepResult
+from longrope2.training.retrieval import trials
 from test_models import write_gguf
 
 
@@ -95,7 +97,7 @@ def test_a_single_window_leaves_a_model_that_is_run_as_it_was_trained(sample, tm
         torch.testing.assert_close(ours(tokens(length)).logits, expected, rtol=1e-4, atol=1e-4)
     # Trained so, too: the first step's short rows have another loss than with the original RoPE.
     mixed = sample.run(tmp_path / "mixed", steps=1)
-    first, other = (read_log(path.parent / "log.jsonl")[0]["loss_short"] for path in (folder, mixed))
+    first, other = (read_log(path.parent / "log.jsonl")[0].loss_short for path in (folder, mixed))
     assert abs(first - other) > 1e-5
 
 
@@ -109,9 +111,10 @@ def test_the_record_says_what_was_done(sample, finished):
     assert record["model"]["name"] == str(sample.model)
     assert {"torch", "transformers", "longrope2"} <= set(record["versions"])
     lines = read_log(output / "log.jsonl")
-    assert [line["step"] for line in lines] == [1, 2, 3, 4]
-    assert record["losses"]["last"]["loss"] == lines[-1]["loss"] < lines[0]["loss"]
-    assert {"loss_short", "loss_long", "gradient_norm", "tokens_per_second"} <= set().union(*lines)
+    assert [line.step for line in lines] == [1, 2, 3, 4]
+    assert record["losses"]["last"]["loss"] == lines[-1].loss < lines[0].loss
+    assert {"loss", "loss_short", "loss_long"} == set().union(*(line.losses for line in lines))
+    assert all(line.gradient_norm > 0 and line.tokens_per_second > 0 for line in lines)
     assert any((output / "tensorboard").iterdir())
 
 
@@ -205,7 +208,7 @@ def test_needles_leave_training_untouched(tmp_path):
 def test_a_window_too_short_for_needles_is_no_error(sample, tmp_path, capsys):
     sample.run(tmp_path / "run", evaluate_every=1, steps=1, evaluate_documents=1)
     assert "no needle tests in the original window" in capsys.readouterr().err
-    assert {r["length"] for r in read_log(tmp_path / "run" / "log.jsonl")[0]["needles"]} == {TARGET}
+    assert {trial.length for trial in read_log(tmp_path / "run" / "log.jsonl")[0].needles} == {TARGET}
     short = make_sample(tmp_path / "short", window=32, target=64)
     with pytest.raises(LongRopeError, match="no room"):  # the target itself
         short.run(tmp_path / "refused", evaluate_every=1)
@@ -361,7 +364,7 @@ def test_other_folders_are_refused(sample, finished, tmp_path):
     with pytest.raises(LongRopeError, match="is a file"):
         sample.run(tmp_path / "notes.txt")
     (tmp_path / "run.json").write_text("{")
-    with pytest.raises(LongRopeError, match="cannot be read"):
+    with pytest.raises(LongRopeError, match=r"run\.json: damaged: invalid JSON"):
         sample.run(tmp_path)
 
 
@@ -401,29 +404,37 @@ def test_gpus_have_utilisation_and_memory(sample, tmp_path, monkeypatch, capsys)
     config = TrainConfig(steps=1).resolved()
     peak = 2e12 * known_gpu("NVIDIA H200").peak
     reporter = StepReporter(
-        tmp_path, config, device=torch.device("cuda"), step_flops=shape.step_flops, peak_flops=peak, settings={}
+        tmp_path, config, device=torch.device("cuda"), step_flops=shape.step_flops, peak_flops=peak, settings=None
     )
     reporter.started(0)
     result = StepResult(step=1, loss=2.0, loss_by_kind={"long": 2.0}, gradient_norm=1.0, tokens=10**9, attended=10**12,
                         seconds=2.0)  # fmt: skip
     reporter.step(result)
-    reporter.needles(1, [{"length": TARGET, "depth": 0.5, "documents": 1, "nll": float("inf"), "exact": 0.0}])
+    document = SimpleNamespace(token_ids=range(TARGET), needle=SimpleNamespace(depth=0.4))
+    (lost,) = trials([document], [Score(float("inf"), 4, exact=0)])
+    assert (lost.depth, lost.nll) == (0.5, None)  # JSON has no infinity
+    reporter.needles(NeedleLine(step=1, needles=(lost,)))
     reporter.close()
     line, needles = read_log(tmp_path / "log.jsonl")
-    assert line["mfu"] == pytest.approx(shape.step_flops(10**9, 10**12) / (2.0 * 2 * 989e12))
-    assert line["memory_gib"] == 3
-    assert needles["needles"][0]["nll"] is None  # JSON has no infinity
-    assert f"500,000,000 tokens/s, MFU {line['mfu']:.0%}, 3.0 GiB" in capsys.readouterr().err
+    assert line.mfu == pytest.approx(shape.step_flops(10**9, 10**12) / (2.0 * 2 * 989e12))
+    assert line.memory_gib == 3
+    assert needles.needles == (lost,)
+    assert f"500,000,000 tokens/s, MFU {line.mfu:.0%}, 3.0 GiB" in capsys.readouterr().err
 
 
 def test_a_log_goes_on_where_the_checkpoint_is(tmp_path):
     path = tmp_path / "log.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 2, "needles": []}\n{"step": 3}\n{"st')
+    step = StepLine(step=1, loss=2.5, loss_long=2.5, gradient_norm=1.0, learning_rate=1e-5, tokens=8, seconds=1.0,
+                    tokens_per_second=8.0)  # fmt: skip
+    lines = [step, replace(step, step=2), NeedleLine(step=2, needles=()), replace(step, step=3, loss=9.0)]
+    texts = [json.dumps(as_json(line)) + "\n" for line in lines]
+    path.write_text("".join([*texts, '{"st']))
     log = LogFile(path)
     log.open_after(2)
-    log.write({"step": 3, "loss": 1.0})
+    assert path.read_text() == "".join(texts[:3])
+    log.write(replace(step, step=3))
     log.close()
-    assert [line["step"] for line in read_log(path)] == [1, 2, 2, 3]
+    assert read_log(path) == [*lines[:3], replace(step, step=3)]
     log.open_after(0)
     log.close()
     assert path.read_text() == ""

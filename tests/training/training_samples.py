@@ -16,6 +16,7 @@ from longrope2 import train
 from longrope2.data.plan import plan_documents
 from longrope2.models import ASSETS, describe, rescale_model
 from longrope2.needles import NOUNS
+from longrope2.records import as_json
 from longrope2.training.log import LOG, read_log
 
 WINDOW, TARGET = 64, 128
@@ -110,4 +111,4 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def log_without_times(output: Path) -> list[dict]:
     """What must be the same in two runs that are otherwise the same."""
     times = ("seconds", "tokens_per_second", "mfu", "memory_gib")
-    return [{k: v for k, v in line.items() if k not in times} for line in read_log(output / LOG)]
+    return [{k: v for k, v in as_json(line).items() if k not in times} for line in read_log(output / LOG)]

@@ -4,7 +4,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
@@ -14,88 +14,52 @@ import torch
 
 from longrope2.books import read_books
 from longrope2.calibration.config import CalibrationConfig
-from longrope2.calibration.rule import (
-    MeasuredDocument,
-    MeasuredLength,
-    MeasuredSide,
-    Recommendation,
-    recommend,
-)
-from longrope2.console import ConsoleTable, ProgressLine, quiet, say, warn
+from longrope2.calibration.rule import recommend
+from longrope2.console import ProgressLine, quiet, say, warn
 from longrope2.errors import DataError, FactorsError, LongRopeError, MissingExtraError
 from longrope2.factors import RescaleFactors
 from longrope2.figures import draw_calibration
-from longrope2.files import package_versions, write_json
+from longrope2.files import package_versions
 from longrope2.generation.saved import carries_factors, read_factors, store_switch_length
 from longrope2.journal import JournalFile
 from longrope2.models import LoadedModel, check_factors, describe, load, load_tokenizer, weights_fingerprint
 from longrope2.needles import NeedleDocument, documents_digest, make_needles
 from longrope2.options import identity
 from longrope2.perplexity import Score, Scorer, scoring
+from longrope2.records import CalibrationRecord, MeasuredDocument, MeasuredLength, MeasuredSide, Table
 from longrope2.runfolder import RunFolder
 
 RESULT, SCORES = "calibration.json", "scores.jsonl"
 _folder = partial(RunFolder, command="calibrate", verb="calibrating", marks=(RESULT, SCORES))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Calibration:
-    """What was measured, and the switch length that follows."""
-
-    factors: RescaleFactors
-    recommendation: Recommendation
-    points: tuple[MeasuredLength, ...]
-    model: str
-    revision: str
-    config: Mapping[str, Any]
-    dtype: str
-    versions: Mapping[str, str]
-
-    def to_json(self) -> dict[str, Any]:
-        """The content of calibration.json."""
-        return {
-            "method": self.factors.method,
-            "original_length": self.factors.original_length,
-            "target_length": self.factors.target_length,
-            **asdict(self.recommendation),
-            "points": [asdict(point) for point in self.points],
-            "model": self.model,
-            "revision": self.revision,
-            "config": dict(self.config),
-            "factors": self.factors.to_json(),
-            "dtype": self.dtype,
-            "versions": dict(self.versions),
-        }
-
-    def table(self) -> ConsoleTable:
-        """One row per length, and the conclusions below."""
-        rows = [
-            [
-                f"{point.length:,}",
-                *(
-                    text
-                    for side in (point.original, point.long)
-                    for text in (f"{side.nll:.3f}", f"{side.exact:.0%}", f"{side.worst:.0%}")
-                ),
-                f"{point.gain:+.3f} ± {point.gain_error:.3f}",
-            ]
-            for point in self.points
+def calibration_table(record: CalibrationRecord) -> Table:
+    """One row per length, and the conclusions below."""
+    rows = [
+        [
+            f"{point.length:,}",
+            *(
+                text
+                for side in (point.original, point.long)
+                for text in (f"{side.nll:.3f}", f"{side.exact:.0%}", f"{side.worst:.0%}")
+            ),
+            f"{point.gain:+.3f} ± {point.gain_error:.3f}",
         ]
-        measures = [f"{side} {what}" for side in ("original", "long") for what in ("NLL", "exact", "worst")]
-        return ConsoleTable(
-            f"{self.model}: answers of needle documents under the original RoPE and the long one "
-            f"({self.factors.method})",
-            ["tokens", *measures, "long better by"],
-            rows,
-            "NLL: nats per answer token; exact: answers right in every token; worst: the same at the depth where "
-            f"it is least; ±: one standard error over {self.config['documents']} documents\n"
-            + self.recommendation.in_words(),
-        )
+        for point in record.points
+    ]
+    measures = [f"{side} {what}" for side in ("original", "long") for what in ("NLL", "exact", "worst")]
+    return Table(
+        title=f"{record.model}: answers of needle documents under the original RoPE and the long one ({record.method})",
+        columns=["tokens", *measures, "long better by"],
+        rows=rows,
+        caption="NLL: nats per answer token; exact: answers right in every token; worst: the same at the depth where "
+        f"it is least; ±: one standard error over {record.config['documents']} documents\n{record.in_words()}",
+    )
 
 
 def calibrate(
     model: str, config: CalibrationConfig, output: Path | None = None, *, factors: Path | None = None
-) -> Calibration:
+) -> CalibrationRecord:
     """Measure the best length to switch at, with the factors of a file or the model's own.
 
     The result goes into the folder `output`; an interrupted run continues there.
@@ -123,18 +87,18 @@ def calibrate(
             f"out of memory ({loaded.model.dtype} on {loaded.model.device})", hint="name shorter --lengths"
         ) from error
     if output is not None:
-        write_json(output / RESULT, result.to_json())
+        result.save(output / RESULT)
         (output / SCORES).unlink(missing_ok=True)  # they are in the result
         _draw(output, result)
     if config.store:
-        store_switch_length(Path(info.location), result.recommendation.switch_length)
-        say(f"stored switch length {result.recommendation.switch_length:,} in {info.location}")
+        store_switch_length(Path(info.location), result.switch_length)
+        say(f"stored switch length {result.switch_length:,} in {info.location}")
     return result
 
 
 def measure(
     loaded: LoadedModel, factors: RescaleFactors, config: CalibrationConfig, output: Path | None = None
-) -> Calibration:
+) -> CalibrationRecord:
     """Score both RoPEs at every length, and recommend a switch length.
 
     Each score is written to the folder `output` at once; a resumed run reads it from there.
@@ -174,10 +138,13 @@ def measure(
                     scores[side].append(journal.scores[key])
                     progress.advance(text=f"{length:,} tokens")
             points.append(_point(length, config.depths, scores))
-    return Calibration(
-        factors=factors,
-        recommendation=recommend(points, factors.original_length),
+    return CalibrationRecord(
+        **vars(recommend(points, factors.original_length)),
+        method=factors.method,
+        original_length=factors.original_length,
+        target_length=factors.target_length,
         points=tuple(points),
+        factors=factors.to_json(),
         versions=package_versions("torch", "transformers"),
         **subject,
     )
@@ -283,8 +250,8 @@ def _side(depths: Sequence[float], scores: Sequence[Score]) -> MeasuredSide:
     )
 
 
-def _draw(output: Path, result: Calibration) -> None:
+def _draw(output: Path, result: CalibrationRecord) -> None:
     try:
-        draw_calibration(result.to_json(), output / "calibration.png")
+        draw_calibration(result, output / "calibration.png")
     except MissingExtraError as error:
         warn(f"no figure: {error}")

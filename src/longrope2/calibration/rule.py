@@ -2,82 +2,16 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import takewhile
 
 from longrope2.console import warn
+from longrope2.records import MeasuredLength, Recommendation
 
 CONFIDENCE, TOLERANCE = 2.0, 0.01
 """Results count as the same within this many standard errors and nats per token: a model that is sure of its answers
 has errors so small that the former alone would separate 0.00002 from 0.00004."""
 RETRIEVES = 0.5
 """The share of exact answers, at the depth where it is least, from which on a RoPE retrieves."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeasuredDocument:
-    """The answer of one needle document."""
-
-    depth: float
-    nll: float
-    """Nats per answer token."""
-    exact: bool
-    """Whether every token of the answer was right."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeasuredSide:
-    """One RoPE at one length."""
-
-    nll: float
-    nll_error: float
-    """One standard error over the documents."""
-    exact: float
-    """The share of exact answers."""
-    worst: float
-    """The same, at the depth where it is least."""
-    by_document: tuple[MeasuredDocument, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeasuredLength:
-    """Both RoPEs at one length, on the same documents."""
-
-    length: int
-    gain: float
-    """The answer's NLL under the original RoPE less that under the long one."""
-    gain_error: float
-    original: MeasuredSide
-    long: MeasuredSide
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recommendation:
-    """A switch length, the measured lengths that are as good, and the lengths at which each RoPE is good."""
-
-    switch_length: int
-    as_good_from: int
-    as_good_to: int
-    """Every measured length between these is as good, within the error."""
-    original_stops: int | None
-    """Where the original RoPE stops retrieving."""
-    long_better_from: int | None
-
-    def in_words(self) -> str:
-        """The recommendation and what it rests on."""
-        lines = [
-            "the original RoPE retrieves at every measured length"
-            if self.original_stops is None
-            else f"the original RoPE stops retrieving at {self.original_stops:,} tokens",
-            "the long RoPE is not better at the longest measured length"
-            if self.long_better_from is None
-            else f"the long RoPE is better from {self.long_better_from:,} tokens on",
-            f"recommended switch length: {self.switch_length:,}",
-        ]
-        low, high = self.as_good_from, self.as_good_to
-        if low != high:
-            lines[-1] += f" (of the measured lengths, those from {low:,} to {high:,} are as good within the error)"
-        return "\n".join(lines)
 
 
 def is_more(difference: float, error: float) -> bool:

@@ -4,11 +4,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from longrope2.console import ConsoleTable
 from longrope2.data.config import PlanConfig, Source
 from longrope2.data.corpus import Corpus
 from longrope2.data.packing import Draw, Packed, Piece, Pieces
-from longrope2.records import BucketShare, CellShare, Composition, Marks, SourceShare
+from longrope2.records import BucketShare, CellShare, Composition, Marks, SourceShare, Table
 
 Placed = list[tuple[Piece, int]]
 """Pieces that stand in rows, each with the tokens of it that do."""
@@ -71,15 +70,15 @@ def composition(
     return replace(report, warnings=tuple(_warnings(sources, rest, report)))
 
 
-def composition_tables(report: Composition) -> tuple[ConsoleTable, ConsoleTable]:
+def composition_tables(report: Composition) -> tuple[Table, Table]:
     """A composition by source, and by bucket."""
     labels = [bucket.bucket for bucket in report.buckets]
     by_cell = {(cell.source, cell.bucket): cell for cell in report.cells}
-    by_source = ConsoleTable(
-        f"{report.rows:,} rows of {report.target_length:,} tokens: {report.tokens:,} tokens, "
+    by_source = Table(
+        title=f"{report.rows:,} rows of {report.target_length:,} tokens: {report.tokens:,} tokens, "
         f"{report.padding_share:.2%} padding, {report.mark_tokens:,} BOS and EOS",
-        ["tokens from", *labels, "all", "documents", "truncated", "dropped", "unused"],
-        [
+        columns=["tokens from", *labels, "all", "documents", "truncated", "dropped", "unused"],
+        rows=[
             [
                 entry.source,
                 *(f"{by_cell[entry.source, label].tokens:,}" for label in labels),
@@ -91,12 +90,12 @@ def composition_tables(report: Composition) -> tuple[ConsoleTable, ConsoleTable]
             ]
             for entry in report.sources
         ],
-        "documents are counted as placed, everything else in tokens\n",
+        caption="documents are counted as placed, everything else in tokens\n",
     )
-    by_bucket = ConsoleTable(
-        "buckets by document length in tokens",
-        ["bucket", "rows as", "quota", "share", "rows", "wanted", "tokens", "padding"],
-        [
+    by_bucket = Table(
+        title="buckets by document length in tokens",
+        columns=["bucket", "rows as", "quota", "share", "rows", "wanted", "tokens", "padding"],
+        rows=[
             [
                 bucket.bucket,
                 bucket.kind,

@@ -4,7 +4,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, redirect_stdout
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -23,11 +23,11 @@ from longrope2.evaluation.results import RESULTS, digest
 from longrope2.evaluation.suite import Setup, Suite, SuiteOutcome, chat_frame
 from longrope2.evaluation.suites import SUITES
 from longrope2.factors import RescaleFactors
-from longrope2.files import package_versions, write_json
+from longrope2.files import package_versions
 from longrope2.generation.saved import carries_factors, read_factors, with_origin
 from longrope2.generation.switch import check_switch_length
 from longrope2.generation.switch import load as load_switching
-from longrope2.records import as_json
+from longrope2.records import EvaluationRecord
 from longrope2.runfolder import RunFolder
 
 BackendName = Literal["torch", "vllm"]
@@ -92,8 +92,8 @@ def run_evaluation(
     backend: BackendName = "torch",
     name: str | None = None,
     cache: Path | None = None,
-) -> dict[str, Any]:
-    """Run or resume an evaluation into `output`; returns the content of results.json, on every process."""
+) -> EvaluationRecord:
+    """Run or resume an evaluation into `output`; returns its record on every process."""
     info = models.describe(model, original_length=original_length)
     file = None if isinstance(factors, RescaleFactors) else factors
     if factors is not None:
@@ -119,36 +119,31 @@ def run_evaluation(
         with closing(EvaluationJournal(output / JOURNAL if here.is_main else None, header)) as journal:
             outcomes = evaluate(engine, config, journal, here, cache=cache or output / SAMPLES)
         if not here.is_main:
-            found: dict[str, Any] = here.gather_all(None)[0]
+            found: EvaluationRecord = here.gather_all(None)[0]
             return found
         notes = [note for outcome in outcomes.values() for note in outcome.notes]
         if isinstance(engine, VllmBackend) and info.reading.rescaled is not None:
             notes.append(ONE_SIDE)
-        result = {
-            "name": name or (described["method"] if described else "original"),
-            **header,
-            "factors": described,
-            "window": window,
-            "config": asdict(config),
-            "notes": notes,
-            "scores": [measured.to_json() for outcome in outcomes.values() for measured in outcome.measured],
-            "values": {
-                measured.place: asdict(measured.each)
-                for outcome in outcomes.values()
-                for measured in outcome.measured
-                if measured.each is not None
-            },
-            "grids": {suite: outcome.grid for suite, outcome in outcomes.items() if outcome.grid is not None},
-            "versions": package_versions("torch", "transformers", "lm_eval", "vllm"),
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-            "processes": here.size,
-            "seconds": journal.earlier + time.monotonic() - started,
-        }
-        result = as_json(result)
-        write_json(output / RESULTS, result)
-        draw_figures({result["name"]: result["scores"]}, {result["name"]: result["grids"]}, output)
-        here.gather_all(result)
-        return result
+        measured = [each for outcome in outcomes.values() for each in outcome.measured]
+        record = EvaluationRecord(
+            name=name or (described["method"] if described else "original"),
+            **{key: value for key, value in header.items() if key != "version"},
+            factors=described,
+            window=window,
+            config=asdict(config),
+            notes=tuple(notes),
+            scores=tuple(replace(each, each=None) for each in measured),
+            values={each.place: each.each for each in measured if each.each is not None},
+            grids={suite: outcome.grid for suite, outcome in outcomes.items() if outcome.grid is not None},
+            versions=package_versions("torch", "transformers", "lm_eval", "vllm"),
+            device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+            processes=here.size,
+            seconds=journal.earlier + time.monotonic() - started,
+        )
+        record.save(output / RESULTS)
+        draw_figures({record.name: record.scores}, {record.name: record.grids}, output)
+        here.gather_all(record)
+        return record
 
 
 def _refuse_another_length(info: models.ModelInfo) -> None:

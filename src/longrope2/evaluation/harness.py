@@ -9,9 +9,10 @@ import gzip
 import json
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lm_eval.tasks
 from lm_eval.api.instance import Instance
@@ -20,13 +21,39 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from longrope2.errors import DataError, LongRopeError
 from longrope2.evaluation.engine import EvaluationEngine
-from longrope2.evaluation.suite import Sample, TextSpan, read_rows
+from longrope2.evaluation.suite import Published, Sample, TextSpan, read_rows
+from longrope2.records import Kind, as_json
 
 NEW_TOKENS = 256  # the harness's own default
-HELLASWAG = {"activity_label": str, "ctx_a": str, "ctx_b": str, "endings": [str], "label": str | int}
-MMLU = {"question": str, "subject": str, "choices": [str], "answer": int}
-GSM8K = {"question": str, "answer": str}
-Rows = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HellaSwagRow(Published):
+    """A question of HellaSwag."""
+
+    activity_label: str
+    ctx_a: str
+    ctx_b: str
+    endings: tuple[str, str, str, str]
+    label: Literal["0", "1", "2", "3", 0, 1, 2, 3]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MmluRow(Published):
+    """A question of MMLU."""
+
+    question: str
+    subject: str
+    choices: tuple[str, str, str, str]
+    answer: Literal[0, 1, 2, 3]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gsm8kRow(Published):
+    """A question of GSM8K."""
+
+    question: str
+    answer: str
 
 
 class EngineModel(TemplateLM):
@@ -135,19 +162,13 @@ def _file(source: Path, name: str) -> Path | None:
     return next((path for path in (source / name, source / f"{name}.gz") if path.is_file()), None)
 
 
-def _rows(path: Path, shape: dict[str, Any], choices: str = "", right: str = "") -> Rows:
-    """Rows of a file; with `choices`, one of the four is `right`."""
-    hint = f"check {path.name}: it should be as its authors publish it"
-    rows = list(read_rows(path, shape, source=hint))
-    for number, row in enumerate(rows if choices else (), 1):
-        if len(row[choices]) != 4 or str(row[right]) not in list("0123"):
-            raise DataError(f"{path}, question {number}: {right} is not one of the four {choices}", hint=hint)
-    return rows
+def _rows(path: Path, kind: type[Kind]) -> list[Kind]:
+    return list(read_rows(path, kind, source=f"check {path.name}: it should be as its authors publish it"))
 
 
-def _write(path: Path, rows: Rows) -> str:
+def _write(path: Path, rows: Sequence[Any]) -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    path.write_text("".join(json.dumps(as_json(row)) + "\n" for row in rows), encoding="utf-8")
     return str(path)
 
 
@@ -157,7 +178,7 @@ def _described(task: str) -> Path:
     return Path(lm_eval.tasks.__file__).parent / place / f"{task}.yaml"
 
 
-def _describe(folder: Path, task: str, splits: dict[str, Rows], **fields: Any) -> Path:
+def _describe(folder: Path, task: str, splits: dict[str, Sequence[Any]], **fields: Any) -> Path:
     """A description that is the harness's own, but for the data."""
     files = {split: _write(folder / f"{task}-{split}.jsonl", rows) for split, rows in splits.items()}
     path = folder / f"{task}.yaml"
@@ -177,11 +198,9 @@ def _hellaswag(source: Path, folder: Path, notes: list[str]) -> list[Path]:
     path, train = _file(source, "hellaswag_val.jsonl"), _file(source, "hellaswag_train.jsonl")
     if path is None:
         return []
-    rows = _rows(path, HELLASWAG, "endings", "label")
+    rows = _rows(path, HellaSwagRow)
     if train is not None:
-        return [
-            _describe(folder, "hellaswag", {"train": _rows(train, HELLASWAG, "endings", "label"), "validation": rows})
-        ]
+        return [_describe(folder, "hellaswag", {"train": _rows(train, HellaSwagRow), "validation": rows})]
     notes.append("hellaswag: examples come from the validation file, since there is no hellaswag_train.jsonl")
     # As a test split: only from there does the harness keep a question out of its own examples.
     names = {"training_split": None, "validation_split": None, "test_split": "test", "fewshot_split": "test"}
@@ -192,7 +211,7 @@ def _gsm8k(source: Path, folder: Path, notes: list[str]) -> list[Path]:
     test, train = _file(source, "gsm8k_test.jsonl"), _file(source, "gsm8k_train.jsonl")
     if test is None or train is None:
         return []
-    return [_describe(folder, "gsm8k", {"train": _rows(train, GSM8K), "test": _rows(test, GSM8K)})]
+    return [_describe(folder, "gsm8k", {"train": _rows(train, Gsm8kRow), "test": _rows(test, Gsm8kRow)})]
 
 
 def _mmlu(source: Path, folder: Path, notes: list[str]) -> list[Path]:
@@ -200,8 +219,8 @@ def _mmlu(source: Path, folder: Path, notes: list[str]) -> list[Path]:
     test, dev = _file(source, "mmlu_test.jsonl"), _file(source, "mmlu_dev.jsonl")
     if test is None or dev is None:
         return []
-    examples = _by_subject(_rows(dev, MMLU, "choices", "answer"))
-    subjects = _by_subject(_rows(test, MMLU, "choices", "answer"))
+    examples = _by_subject(_rows(dev, MmluRow))
+    subjects = _by_subject(_rows(test, MmluRow))
     lacking = [name for name in subjects if name not in examples or not _described(f"mmlu_{name}").is_file()]
     if lacking:
         raise DataError(f"{test}: subjects without examples in {dev.name}, or unknown: {', '.join(lacking)}")
@@ -213,9 +232,9 @@ def _mmlu(source: Path, folder: Path, notes: list[str]) -> list[Path]:
     ]
 
 
-def _by_subject(rows: Rows) -> dict[str, Rows]:
-    ordered = sorted(rows, key=lambda row: str(row["subject"]))
-    return {subject: list(group) for subject, group in groupby(ordered, key=lambda row: str(row["subject"]))}
+def _by_subject(rows: Iterable[MmluRow]) -> dict[str, list[MmluRow]]:
+    ordered = sorted(rows, key=lambda row: row.subject)
+    return {subject: list(group) for subject, group in groupby(ordered, key=lambda row: row.subject)}
 
 
 def _truthfulqa(source: Path, folder: Path, notes: list[str]) -> list[Path]:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from longrope2.books import read_jsonl
 from longrope2.codec import opens_with_bos
 from longrope2.errors import DataError
-from longrope2.evaluation.results import Measured, accuracy, digest, with_averages
+from longrope2.evaluation.results import accuracy, digest, with_averages
 from longrope2.models import user_turn
-from longrope2.shapes import misfit
+from longrope2.records import Grid, Kind, Measured
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,6 +23,12 @@ ROOMY = 1 << 14
 """Tokens that have room for the smallest sample of every task, whatever the tokenizer."""
 AnswerScorer = Callable[[str, Sequence[str]], float]
 """(prediction, references) → a score from 0 to 1."""
+
+
+class Published:
+    """A line of a file that others publish: what it holds beyond the fields here is passed over."""
+
+    EXTRA = "ignore"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +119,7 @@ class SuiteOutcome:
     measured: list[Measured]
     notes: list[str] = field(default_factory=list)
     """What a reader of the numbers must know."""
-    grid: dict[str, Any] | None = None
+    grid: Grid | None = None
     """Scores by length and depth, for the heatmap."""
 
 
@@ -298,15 +304,13 @@ def most_that_fit(count_tokens: Callable[[int], int], most: int, tokens: int) ->
     return parts
 
 
-def read_rows(path: Path, shape: dict[str, Any], *, source: str) -> Iterator[dict[str, Any]]:
-    """The objects of a .jsonl or .jsonl.gz file; an error names the line and how it differs from the shape."""
+def read_rows(path: Path, kind: type[Kind], *, source: str) -> Iterator[Kind]:
+    """The objects of a .jsonl or .jsonl.gz file that others publish; an error names the line and all its problems."""
     if not path.is_file():
         raise DataError(f"{path}: no such file", hint=source)
     empty = True
-    for where, row in read_jsonl(path, hint=source):
+    for _, row in read_jsonl(path, kind, hint=source):
         empty = False
-        if problem := misfit(row, shape):
-            raise DataError(f"{where}: {problem}", hint=source)
         yield row
     if empty:
         raise DataError(f"{path}: no rows", hint=source)

@@ -1,17 +1,15 @@
 """Results as tables: of one evaluation by task, and of several as the paper lays them out, methods as rows."""
 
 from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import Any
+from itertools import chain
 
-from longrope2.console import ConsoleTable
 from longrope2.evaluation.results import AVERAGE
 from longrope2.evaluation.suite import Suite
 from longrope2.evaluation.suites import SUITES, suites_of
 from longrope2.figures import length_label
+from longrope2.records import Measured, Table
 
-ScoreRow = Mapping[str, Any]
-"""One entry of `scores` in results.json."""
-ByName = Mapping[str, Sequence[ScoreRow]]
+ByName = Mapping[str, Sequence[Measured]]
 """Scores of each method."""
 POINTS, PERCENT = "points more", "percent more"
 """The metrics of a difference: of two scores, and of two perplexities."""
@@ -20,51 +18,43 @@ MOST_LISTED = 3
 """Tasks that a caption names before it only counts them."""
 
 
-def markdown(table: ConsoleTable) -> str:
-    """A table as text with pipes."""
-    lines = [table.columns, ["---", *["---:"] * (len(table.columns) - 1)], *table.rows]
-    text = "\n".join(f"| {' | '.join(map(_in_a_cell, cells))} |" for cells in lines)
-    return f"**{table.title}**\n\n{text}\n" + (f"\n{table.caption}\n" if table.caption else "")
-
-
-def _in_a_cell(text: str) -> str:
-    """A name may hold what markdown ends a cell or a row at."""
-    return " ".join(text.replace("|", "\\|").split("\n"))
-
-
-def cell(score: ScoreRow | None) -> str:
+def cell(score: Measured | None) -> str:
     """A number with its interval."""
     if score is None:
         return "-"
-    places = PLACES.get(score["metric"], 1)
-    sign = "+" if score["metric"] in (POINTS, PERCENT) else ""
-    value = "overflow" if score["score"] is None else f"{score['score']:{sign}.{places}f}"
-    if score["low"] is None or score["high"] is None:
+    places = PLACES.get(score.metric, 1)
+    sign = "+" if score.metric in (POINTS, PERCENT) else ""
+    value = "overflow" if score.score is None else f"{score.score:{sign}.{places}f}"
+    if score.low is None or score.high is None:
         return value
     to = " to " if sign else "–"  # a dash would read as a minus
-    return f"{value} ({score['low']:{sign}.{places}f}{to}{score['high']:{sign}.{places}f})"
+    return f"{value} ({score.low:{sign}.{places}f}{to}{score.high:{sign}.{places}f})"
 
 
-def run_tables(name: str, scores: Sequence[ScoreRow]) -> list[ConsoleTable]:
+def run_tables(name: str, scores: Sequence[Measured]) -> list[Table]:
     """One evaluation, of that name: tasks as rows, lengths as columns."""
     tables = []
     for suite in suites_of(scores):
-        own = [score for score in scores if score["suite"] == suite.name]
-        lengths = sorted({score["length"] for score in own if score["length"] is not None})
+        own = [score for score in scores if score.suite == suite.name]
+        lengths = _lengths(own)
         heads = [length_label(length) for length in lengths] or ["score"]
         rows = []
-        for task in dict.fromkeys(score["task"] for score in own):
-            found = {score["length"]: score for score in own if score["task"] == task}
-            cells = [cell(found.get(length)) for length in (lengths or [None])]
+        for task in dict.fromkeys(score.task for score in own):
+            found = {score.length: score for score in own if score.task == task}
+            cells = [cell(found.get(length)) for length in lengths] or [cell(found[None])]
             rows.append([_head(suite, task), _counts(found.values()), *cells])
         columns = ["task", "samples", *heads]
-        tables.append(ConsoleTable(f"{name}: {suite.title}", columns, rows, _unit(suite)))
+        tables.append(Table(title=f"{name}: {suite.title}", columns=columns, rows=rows, caption=_unit(suite)))
     return tables
 
 
-def _counts(scores: Iterable[ScoreRow]) -> str:
-    counts = sorted({score["samples"] for score in scores})
-    return f"{counts[0]}" if len(counts) == 1 else f"{counts[0]}–{counts[-1]}"
+def _lengths(scores: Iterable[Measured]) -> list[int]:
+    return sorted({score.length for score in scores if score.length is not None})
+
+
+def _counts(scores: Iterable[Measured], to: str = "–") -> str:
+    counts = sorted({score.samples for score in scores})
+    return to.join(map(str, dict.fromkeys((counts[0], counts[-1]))))
 
 
 def _head(suite: Suite, task: str) -> str:
@@ -82,9 +72,9 @@ def suite_tables(
     against: str | None = None,
     *,
     differing: Container[str] = (),
-) -> list[ConsoleTable]:
+) -> list[Table]:
     """Of scores; with `against` of differences to the row of that name. `differing`: where rows differ in questions."""
-    own = {name: [score for score in scores if score["suite"] == suite.name] for name, scores in by_name.items()}
+    own = {name: [score for score in scores if score.suite == suite.name] for name, scores in by_name.items()}
     own = {name: scores for name, scores in own.items() if scores}
     title, caption, suffix = suite.title, _unit(suite), ""
     if against is not None:
@@ -92,7 +82,7 @@ def suite_tables(
         caption = f"{unit} more than {against}, question by question, with 95% intervals"
         suffix = f", against {against}"
     if suite.is_perplexity:
-        tasks = dict.fromkeys(score["task"] for scores in own.values() for score in scores)
+        tasks = dict.fromkeys(score.task for scores in own.values() for score in scores)
         return [
             _by_length(
                 f"{title}, {task} windows{suffix}", own, task, caption, _other_texts(suite, task, own, differing)
@@ -118,42 +108,45 @@ def retention(by_name: ByName, base: str | None) -> dict[str, float]:
     return found
 
 
-def _kept(scores: Sequence[ScoreRow]) -> dict[str, float]:
+def _kept(scores: Sequence[Measured]) -> dict[str, float]:
     keeping = [suite.name for suite in SUITES.values() if suite.is_retention]
-    return {s["task"]: s["score"] for s in scores if s["suite"] in keeping and s["task"] != AVERAGE}
+    return {s.task: s.percent.score for s in scores if s.suite in keeping and s.task != AVERAGE}
 
 
-def _by_length(title: str, own: ByName, task: str | None, caption: str, remark: str) -> ConsoleTable:
+def _by_length(title: str, own: ByName, task: str | None, caption: str, remark: str) -> Table:
     """A row for each method, a column for each length."""
-    lengths = sorted({score["length"] for scores in own.values() for score in scores})
+    lengths = _lengths(chain(*own.values()))
     rows: list[list[str]] = []
-    shown: list[ScoreRow] = []
+    shown: list[Measured] = []
     for name, scores in own.items():
-        found = [_overall([s for s in scores if s["length"] == length], task) for length in lengths]
-        shown += [score for score in found if score is not None]
-        rows.append([name, *map(cell, found)])
+        found = overall(scores, task)
+        shown += found.values()
+        rows.append([name, *(cell(found.get(length)) for length in lengths)])
     columns = ["Method", *map(length_label, lengths)]
-    return ConsoleTable(title, columns, rows, _caption(caption, shown) + remark)
+    return Table(title=title, columns=columns, rows=rows, caption=_caption(caption, shown) + remark)
 
 
-def _overall(scores: Sequence[ScoreRow], task: str | None) -> ScoreRow | None:
-    """The score of a task; without one the average, or the only task there is."""
-    wanted = [score for score in scores if score["task"] == (AVERAGE if task is None else task)]
-    return wanted[0] if wanted else (scores[0] if scores and task is None else None)
+def overall(scores: Iterable[Measured], task: str | None = None) -> dict[int | None, Measured]:
+    """The score of a task by length; without a task the average, or the first there is."""
+    found: dict[int | None, Measured] = {}
+    for score in scores:
+        if score.task == (AVERAGE if task is None else task) or (task is None and score.length not in found):
+            found[score.length] = score
+    return found
 
 
-def _by_task(suite: Suite, title: str, own: ByName, base: str | None, caption: str) -> ConsoleTable:
+def _by_task(suite: Suite, title: str, own: ByName, base: str | None, caption: str) -> Table:
     """A row for each method, a column for each task, the average first."""
-    tasks = list(dict.fromkeys(score["task"] for scores in own.values() for score in scores))
+    tasks = list(dict.fromkeys(score.task for scores in own.values() for score in scores))
     tasks.sort(key=lambda task: task != AVERAGE)
     kept = retention(own, base) if base in own else {}
     rows = []
     for name, scores in own.items():
-        found = {score["task"]: score for score in scores}
+        found = {score.task: score for score in scores}
         row = [name, *(cell(found.get(task)) for task in tasks)]
         rows.append([*row, f"{kept[name]:.1f}%" if name in kept else "-"] if kept else row)
-    averaged = {name: scores for name, scores in own.items() if any(score["task"] == AVERAGE for score in scores)}
-    return ConsoleTable(
+    averaged = {name: scores for name, scores in own.items() if any(score.task == AVERAGE for score in scores)}
+    return Table(
         title=title,
         columns=["Method", *(_head(suite, task) for task in tasks), *(["Retention"] if kept else [])],
         rows=rows,
@@ -161,15 +154,13 @@ def _by_task(suite: Suite, title: str, own: ByName, base: str | None, caption: s
     )
 
 
-def _caption(caption: str, scores: Sequence[ScoreRow]) -> str:
-    counts = sorted({score["samples"] for score in scores})
-    samples = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    return f"{caption}; samples in a number: {samples}"
+def _caption(caption: str, scores: Iterable[Measured]) -> str:
+    return f"{caption}; samples in a number: {_counts(scores, ' to ')}"
 
 
 def _other_tasks(own: ByName) -> str:
     """What must be said where the numbers of a column stand for different tasks."""
-    tasks = {name: sorted({s["task"] for s in scores if s["task"] != AVERAGE}) for name, scores in own.items()}
+    tasks = {name: sorted({s.task for s in scores if s.task != AVERAGE}) for name, scores in own.items()}
     if len({tuple(found) for found in tasks.values()}) < 2:
         return ""
     listed = (f"{name}: {', '.join(t) if len(t) <= MOST_LISTED else f'{len(t)} tasks'}" for name, t in tasks.items())
@@ -178,6 +169,6 @@ def _other_tasks(own: ByName) -> str:
 
 def _other_texts(suite: Suite, task: str, own: ByName, differing: Container[str]) -> str:
     """What must be said of perplexities: the longest length of a row decides on its books, and how far they slide."""
-    lengths = sorted({score["length"] for scores in own.values() for score in scores})
+    lengths = _lengths(chain(*own.values()))
     found = [length_label(length) for length in lengths if f"{suite.name}/{task}/{length}" in differing]
     return f"; rows are not of the same texts at {', '.join(found)}" if found else ""

@@ -8,11 +8,10 @@ from typing import Any
 
 from longrope2 import __version__
 from longrope2.errors import LongRopeError
-from longrope2.evaluation.results import SCORE
 from longrope2.export.config import profile_of
 from longrope2.export.engines import Format, guidance
 from longrope2.factors import RescaleFactors
-from longrope2.shapes import misfit
+from longrope2.records import Measured, RecordError, parse
 
 RESULTS_HINT = "give results.json of `longrope2 evaluate`, or any other object of numbers"
 TAGS = "tags: [longrope2, long-context]"
@@ -104,32 +103,31 @@ def _kept_metadata(source_card: str | None) -> list[str]:
 
 def _results_table(results: Mapping[str, Any]) -> list[str]:
     """Of `longrope2 evaluate`, its scores; of any other file, every value in it."""
-    scores: Any = results.get("scores")
-    if misfit(scores, [SCORE]) is None:
-        return [
-            "| suite | task | length | score | 95% interval | samples |",
-            "|---|---|---|---|---|---|",
-            *(_score_row(score) for score in scores),
-        ]
-    return ["| what | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in _leaves(results, ()))]
+    try:
+        scores = parse(tuple[Measured, ...], results.get("scores"), "scores")
+    except RecordError:
+        return ["| what | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in _leaves(results, ()))]
+    return [
+        "| suite | task | length | score | 95% interval | samples |",
+        "|---|---|---|---|---|---|",
+        *map(_score_row, scores),
+    ]
 
 
-def _score_row(score: Mapping[str, Any]) -> str:
-    value, low, high = (_number(score[name]) for name in ("score", "low", "high"))
-    length = score["length"]
+def _score_row(score: Measured) -> str:
     cells = [
-        score["suite"],
-        f"{score['task']} ({score['metric']})",
-        "-" if length is None else f"{length:,}",
-        value,
-        f"{low} to {high}",
-        str(score["samples"]),
+        score.suite,
+        f"{score.task} ({score.metric})",
+        "-" if score.length is None else f"{score.length:,}",
+        _number(score.score),
+        f"{_number(score.low)} to {_number(score.high)}",
+        str(score.samples),
     ]
     return f"| {' | '.join(cells)} |"
 
 
-def _number(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, int | float) else "-"
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
 
 
 def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, str]]:

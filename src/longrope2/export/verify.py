@@ -10,13 +10,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from longrope2.console import ConsoleTable, say
+from longrope2.console import say
 from longrope2.errors import LongRopeError
 from longrope2.export.config import VerifyConfig, profile_of
 from longrope2.export.engines import Format, ServingEngine, verifiable
@@ -24,12 +24,12 @@ from longrope2.export.huggingface import config_problems
 from longrope2.export.reference import Answer, Reference
 from longrope2.factors import RescaleFactors
 from longrope2.models import cached_values
+from longrope2.records import Finding, Table
 
 TOLERANCE = 5e-3
 """Nats of log-probability: float32 engines come to 1e-5, llama.cpp, which rounds inside, to 3e-3."""
 ROUNDED_TOLERANCE = 1.0
 """The most for GGUF files of 16 or 8 bits, with which llama.cpp rounds activations, too; see `_tolerance`."""
-RIGHT, WRONG, FAILED, LIMIT, UNCHECKED = "right", "WRONG", "FAILED", "known limit", "not checked"
 HOUR = 3600
 STALE = "its cache is stale once it crosses the original window; longrope2.load generates exactly"
 
@@ -54,17 +54,6 @@ class Reply:
 
 
 @dataclass(frozen=True)
-class Finding:
-    """One line of the result."""
-
-    engine: str
-    mode: str
-    max_error: float | None
-    verdict: str
-    note: str = ""
-
-
-@dataclass(frozen=True)
 class Verification:
     """What the engines made of an export."""
 
@@ -73,20 +62,11 @@ class Verification:
     findings: tuple[Finding, ...]
 
     @property
-    def is_right(self) -> bool:
-        """Whether nothing was wrong; engines that are not installed and known limits do not count."""
-        return not self.wrong
-
-    @property
     def wrong(self) -> list[Finding]:
-        """What must not be."""
-        return [finding for finding in self.findings if finding.verdict in (WRONG, FAILED)]
+        """What must not be; engines that are not installed and known limits do not count."""
+        return [finding for finding in self.findings if finding.verdict in ("WRONG", "FAILED")]
 
-    def to_json(self) -> list[dict[str, Any]]:
-        """The findings as JSON values."""
-        return [asdict(finding) for finding in self.findings]
-
-    def table(self) -> ConsoleTable:
+    def table(self) -> Table:
         """One row for each engine and mode, and the notes below."""
         found, factors = self.findings, self.factors
         title = (
@@ -95,7 +75,8 @@ class Verification:
         )
         rows = [[f.engine, f.mode, "-" if f.max_error is None else f"{f.max_error:.1e}", f.verdict] for f in found]
         notes = [f"{f.engine if f.mode == '-' else f'{f.engine}, {f.mode}'}: {f.note}" for f in found if f.note]
-        return ConsoleTable(title, ["engine", "mode", "max error", "verdict"], rows, "\n".join(notes))
+        columns = ["engine", "mode", "max error", "verdict"]
+        return Table(title=title, columns=columns, rows=rows, caption="\n".join(notes))
 
 
 def verify(path: Path, config: VerifyConfig) -> Verification:
@@ -141,14 +122,14 @@ def _config_finding(reference: Reference) -> Iterator[Finding]:
     if reference.written is None or reference.expected is None:
         return
     problems = config_problems(reference.written, reference.expected)
-    yield Finding("config.json", "every key", None, WRONG if problems else RIGHT, "; ".join(problems))
+    yield Finding("config.json", "every key", None, "WRONG" if problems else "right", "; ".join(problems))
 
 
 def _asked(reference: Reference, name: str, python: str | None) -> Iterator[Reply | list[Finding]]:
     """An engine's replies, one for each window it is started with; findings in place of those it did not give."""
     engine = verifiable()[name]
     if python is None:
-        yield [Finding(name, "-", None, UNCHECKED, f"not installed: {_pip(engine)}")]
+        yield [Finding(name, "-", None, "not checked", f"not installed: {_pip(engine)}")]
         return
     for capacity, questions in _runs(engine, reference):
         say(f"asking {name}" + (f" with a window of {capacity:,} tokens" if capacity else ""))
@@ -156,7 +137,7 @@ def _asked(reference: Reference, name: str, python: str | None) -> Iterator[Repl
             content = _ask(engine, python, _job(engine, reference, capacity, questions))
         except LongRopeError as error:
             modes = dict.fromkeys(question.mode for question in questions)
-            yield [Finding(name, mode, None, FAILED, error.message) for mode in modes]
+            yield [Finding(name, mode, None, "FAILED", error.message) for mode in modes]
         else:
             yield Reply(engine, capacity, questions, content)
 
@@ -254,13 +235,13 @@ def _judge(reference: Reference, reply: Reply) -> Iterator[Finding]:
     for mode, answers in by_mode.items():
         error = reference.error(answers)
         if not math.isfinite(error):
-            yield Finding(version, mode, None, WRONG, "its log-probabilities are not finite numbers")
+            yield Finding(version, mode, None, "WRONG", "its log-probabilities are not finite numbers")
         elif error <= _tolerance(reference, answers):
-            yield Finding(version, mode, error, RIGHT)
+            yield Finding(version, mode, error, "right")
         elif mode == "crossing" and profile_of(reference.factors) == "dual":
-            yield Finding(version, mode, error, LIMIT, STALE)
+            yield Finding(version, mode, error, "known limit", STALE)
         else:
-            yield Finding(version, mode, error, WRONG, _explanation(reference, engine, answers))
+            yield Finding(version, mode, error, "WRONG", _explanation(reference, engine, answers))
 
 
 def _explanation(reference: Reference, engine: ServingEngine, answers: Sequence[Answer]) -> str:

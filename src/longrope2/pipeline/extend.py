@@ -3,13 +3,13 @@
 import gc
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from longrope2 import ledger
-from longrope2.console import ConsoleTable, duration, say, warn
+from longrope2.console import duration, say, warn
 from longrope2.distributed import World, world
 from longrope2.errors import LongRopeError, chosen
 from longrope2.files import package_versions
@@ -69,18 +69,12 @@ class Extended:
     def read(cls, folder: Path) -> "Extended":
         """From what every step has left, in this session or before."""
         data, page = gather(folder), folder / ledger.PAGE
-        is_fresh = "report" in data["steps"] and data["steps"]["report"].is_done and page.exists()
+        is_fresh = "report" in data.steps and data.steps["report"].is_done and page.exists()
         return cls(folder=folder, summary=summarise(data), page=page if is_fresh else None)
 
     def to_json(self) -> dict[str, Any]:
         """What was measured, as plain values."""
         return {**self.summary.to_json(), "report": None if self.page is None else str(self.page)}
-
-    def tables(self) -> Iterator[ConsoleTable]:
-        """Methods as rows; nothing where none was evaluated."""
-        summary = self.summary
-        if summary.rows:
-            yield ConsoleTable(summary.title, summary.columns, summary.rows, summary.caption)
 
     @property
     def remarks(self) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from longrope2 import ledger
-from longrope2.console import ConsoleTable, roughly
+from longrope2.console import roughly
 from longrope2.data.plan import read_plan
 from longrope2.errors import LongRopeError
 from longrope2.evaluation.config import EvaluationConfig, lengths_for
@@ -21,6 +21,7 @@ from longrope2.export.config import ExportTable
 from longrope2.methods import METHODS
 from longrope2.pipeline.extend import Extension
 from longrope2.pipeline.stages import DATA_PATHS, Setting, Step
+from longrope2.records import Table
 from longrope2.search.evolution import FINALISTS
 from longrope2.search.racing import LEFT_BY_RACING
 from longrope2.training.config import train_config
@@ -277,7 +278,7 @@ def _verify(setting: Setting, _: Step, shape: ModelShape, machine: Machine) -> N
     )
 
 
-def forecast_table(setting: Setting, plans: Mapping[str, Any]) -> ConsoleTable:
+def forecast_table(setting: Setting, plans: Mapping[str, Any]) -> Table:
     """A forecast, step by step."""
     rows = [
         [
@@ -293,10 +294,11 @@ def forecast_table(setting: Setting, plans: Mapping[str, Any]) -> ConsoleTable:
     known = [step["seconds"] for step in plans["steps"] if step["seconds"] is not None]
     more = "" if len(known) == len(rows) else " and what is not known yet"
     recipe = setting.recipe
-    return ConsoleTable(
-        f"{recipe.model}, {setting.info.rope.original_length:,} → {recipe.target_length:,} tokens, in {setting.folder}",
-        ["step", "state", "time", "memory GiB", "disk GiB", "note"],
-        rows,
-        f"together about {roughly(sum(known))}{more} on one {plans['machine']} "
+    return Table(
+        title=f"{recipe.model}, {setting.info.rope.original_length:,} → {recipe.target_length:,} tokens, "
+        f"in {setting.folder}",
+        columns=["step", "state", "time", "memory GiB", "disk GiB", "note"],
+        rows=rows,
+        caption=f"together about {roughly(sum(known))}{more} on one {plans['machine']} "
         f"({plans['matmul_tflops']:,.3g} TFLOP/s in matrix products); estimates",
     )

@@ -34,7 +34,7 @@ from longrope2.methods import rescale
 from longrope2.models import ModelInfo, load_tokenizer, rescale_model, weights_fingerprint
 from longrope2.options import identity, stated
 from longrope2.pipeline.recipe import RECALL, Recipe
-from longrope2.records import TrainingRecord
+from longrope2.records import EvaluationRecord, TrainingRecord, VerifyRecord
 from longrope2.report.gather import gather
 from longrope2.report.page import write_report
 from longrope2.report.summary import summarise
@@ -328,7 +328,7 @@ def _evaluate(setting: Setting, before: Sequence[Step]) -> Iterator[Step]:
             )
 
 
-def _evaluated(setting: Setting, method: str, output: Path, table: Mapping[str, Any], here: World) -> dict[str, Any]:
+def _evaluated(setting: Setting, method: str, output: Path, table: Mapping[str, Any], here: World) -> EvaluationRecord:
     """One method with one set of suites: the base as it is, closed forms as published, LongRoPE2 with its switch.
 
     As published, closed forms have one RoPE for all lengths.
@@ -465,7 +465,8 @@ def _verified(setting: Setting, config: VerifyConfig, exported: Sequence[str], _
         fitting = tuple(engine for engine in config.engines if engine.partition("=")[0] in verifiable(format))
         if fitting or not config.engines:
             found[place] = verify(setting.folder / place, VerifyConfig(engines=fitting))
-    write_json(setting.folder / ledger.VERIFIED, {place: result.to_json() for place, result in found.items()})
+    record = VerifyRecord(exports={place: result.findings for place, result in found.items()})
+    record.save(setting.folder / ledger.VERIFIED)
     for place, result in found.items():
         for finding in result.wrong:
             warn(f"{place} in {finding.engine}, {finding.mode}: {finding.verdict}. {finding.note}")

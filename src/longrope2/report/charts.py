@@ -8,12 +8,11 @@ from typing import Any
 
 from longrope2 import figures, ledger
 from longrope2.evaluation.suites import summarised
-from longrope2.factors import RescaleFactors
 from longrope2.methods import rescale
 from longrope2.records import HELD_OUT
-from longrope2.report.summary import Summary, label, overall
+from longrope2.report.gather import RunData
+from longrope2.report.summary import Summary, by_length, label
 
-Data = Mapping[str, Any]
 KEPT = {
     "perplexity_retention": "Short perplexity: that of the original over that of each method, on the same books within "
     "the original window.",
@@ -36,7 +35,7 @@ class Chart:
     """Parts that a page shows side by side as far as there is room; none: the whole figure."""
 
 
-def charts(data: Data, summary: Summary) -> list[Chart]:
+def charts(data: RunData, summary: Summary) -> list[Chart]:
     """Every figure that the run has data for."""
     return [
         *_factors(data),
@@ -49,11 +48,10 @@ def charts(data: Data, summary: Summary) -> list[Chart]:
     ]
 
 
-def _factors(data: Data) -> Iterator[Chart]:
-    if data["factors"] is None:
+def _factors(data: RunData) -> Iterator[Chart]:
+    if (found := data.factors) is None:
         return
-    found = RescaleFactors.from_json(data["factors"])
-    closed = {name: rescale(name, found.spec, found.target_length) for name in data["recipe"]["methods"]}
+    closed = {name: rescale(name, found.spec, found.target_length) for name in data.book.recipe["methods"]}
     columns = [factors.long for factors in (*closed.values(), found)]
     yield Chart(
         name="factors",
@@ -66,37 +64,34 @@ def _factors(data: Data) -> Iterator[Chart]:
     )
 
 
-def _convergence(data: Data) -> Iterator[Chart]:
-    result = data["search"] or {"convergence": []}
-    history = result["convergence"]
-    if all(entry["perplexity"] is None for entry in history):
+def _convergence(data: RunData) -> Iterator[Chart]:
+    result = data.search
+    if result is None or all(entry.perplexity is None for entry in result.convergence):
         return
-    measured = [row for row in result["scores"] if row["method"] in data["recipe"]["methods"]]
-    levels = {label(row["method"]): row["perplexity"] for row in measured if row["perplexity"] is not None}
-    held_out = ", on documents that were held out" if any(row["part"] == HELD_OUT for row in measured) else ""
+    history = result.convergence
+    measured = [row for row in result.scores if row.method in data.book.recipe["methods"]]
+    levels = {label(row.method): row.perplexity for row in measured if row.perplexity is not None}
+    held_out = ", on documents that were held out" if any(row.part == HELD_OUT for row in measured) else ""
     columns = ("length", "iteration", "perplexity", "critical_dimension", "evaluations", "exhaustive_evaluations")
     yield Chart(
         name="convergence",
         title="Search",
-        caption=f"{result['document_evaluations']:,} document evaluations; without racing it would have been "
-        f"{result['exhaustive_evaluations']:,}. Levels: closed forms at {history[-1]['length']:,} tokens{held_out}.",
+        caption=f"{result.document_evaluations:,} document evaluations; without racing it would have been "
+        f"{result.exhaustive_evaluations:,}. Levels: closed forms at {history[-1].length:,} tokens{held_out}.",
         columns=columns,
-        rows=[[entry[column] for column in columns] for entry in history],
+        rows=[[getattr(entry, column) for column in columns] for entry in history],
         draw=partial(figures.draw_convergence, history, levels=levels),
     )
 
 
-def _losses(data: Data) -> Iterator[Chart]:
-    log = data["log"]
-    by_kind = {
-        kind: [(line["step"], line[f"loss_{kind}"]) for line in log if f"loss_{kind}" in line]
-        for kind in ("short", "long")
-    }
-    by_kind = {kind: points for kind, points in by_kind.items() if points}
+def _losses(data: RunData) -> Iterator[Chart]:
+    kinds = {kind: f"loss_{kind}" for kind in ("short", "long")}
+    points = {k: [(line.step, line.losses[n]) for line in data.log if n in line.losses] for k, n in kinds.items()}
+    by_kind = {kind: found for kind, found in points.items() if found}
     if not by_kind:
         return
     which = "Short rows with the original RoPE, long rows with the rescaled one."
-    if data["recipe"].get("train", {}).get("window") == "single":
+    if data.book.recipe.get("train", {}).get("window") == "single":
         which = "All rows with the rescaled RoPE."
     thinned = ""
     if any(len(points) > figures.MOST_POINTS for points in by_kind.values()):
@@ -107,15 +102,15 @@ def _losses(data: Data) -> Iterator[Chart]:
         title="Training",
         caption=f"{which} Rows differ, so the loss varies from step to step.{thinned}",
         columns=columns,
-        rows=[[line.get(column) for column in columns] for line in log],
+        rows=[[getattr(line, column) for column in columns] for line in data.log],
         draw=partial(figures.draw_losses, by_kind),
     )
 
 
-def _by_length(data: Data) -> Iterator[Chart]:
+def _by_length(data: RunData) -> Iterator[Chart]:
     columns = ("length", "score", "low", "high", "samples")
     for suite in summarised():
-        series = {method: own for method, scores in data["scores"].items() if (own := overall(scores, suite.name))}
+        series = {method: own for method, scores in data.scores.items() if (own := by_length(scores, suite.name))}
         if not series:
             continue
         yield Chart(
@@ -123,13 +118,15 @@ def _by_length(data: Data) -> Iterator[Chart]:
             title=suite.title,
             caption="Scores by length with 95% intervals.",
             columns=("method", *columns),
-            rows=[[method, *(score[c] for c in columns)] for method, scores in series.items() for score in scores],
+            rows=[
+                [method, *(getattr(score, c) for c in columns)] for method, scores in series.items() for score in scores
+            ],
             draw=partial(figures.draw_by_length, _labelled(series), label="right answers (%)"),
         )
 
 
-def _heatmaps(data: Data) -> Iterator[Chart]:
-    grids = data["grids"]
+def _heatmaps(data: RunData) -> Iterator[Chart]:
+    grids = data.grids
     if not grids:
         return
     yield Chart(
@@ -138,10 +135,10 @@ def _heatmaps(data: Data) -> Iterator[Chart]:
         caption="Share of needles found (%). Depth 0% is the start of the text, 100% its end, before the question.",
         columns=("method", "length", "depth", "score", "samples"),
         rows=[
-            [method, length, depth, cell["score"], cell["samples"]]
+            [method, length, depth, cell.score, cell.samples]
             for method, grid in grids.items()
-            for depth, row in zip(grid["depths"], grid["cells"], strict=True)
-            for length, cell in zip(grid["lengths"], row, strict=True)
+            for depth, row in zip(grid.depths, grid.cells, strict=True)
+            for length, cell in zip(grid.lengths, row, strict=True)
         ],
         draw=partial(figures.draw_heatmaps, _labelled(grids)),
         panels=tuple(partial(figures.draw_heatmaps, {name: grid}) for name, grid in _labelled(grids).items()),
@@ -155,10 +152,10 @@ def _labelled(by_method: Mapping[str, Any]) -> dict[str, Any]:
 def _retention(summary: Summary) -> Iterator[Chart]:
     names = {"perplexity_retention": "short perplexity", "short_retention": "short tasks"}
     values = [
-        (method, key, found[key])
+        (method, key, value)
         for key in names
         for method, found in summary.methods.items()
-        if found[key] is not None
+        if (value := getattr(found, key)) is not None
     ]
     if not values:
         return
@@ -177,16 +174,16 @@ def _retention(summary: Summary) -> Iterator[Chart]:
     )
 
 
-def stage_seconds(data: Data) -> dict[str, float]:
+def stage_seconds(data: RunData) -> dict[str, float]:
     """Time of each stage, over its steps, as far as they are done."""
     seconds: dict[str, float] = {}
-    for name, entry in data["steps"].items():
+    for name, entry in data.steps.items():
         stage = name.partition("/")[0]
         seconds[stage] = seconds.get(stage, 0.0) + entry.seconds
     return {stage: seconds[stage] for stage in ledger.STAGES if stage in seconds}
 
 
-def _times(data: Data) -> Iterator[Chart]:
+def _times(data: RunData) -> Iterator[Chart]:
     seconds = {stage: value for stage, value in stage_seconds(data).items() if value > 0}
     if not seconds:
         return

@@ -4,7 +4,6 @@ import csv
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -13,14 +12,12 @@ from longrope2.console import duration, warn
 from longrope2.errors import MissingExtraError
 from longrope2.evaluation.suites import summarised
 from longrope2.export.engines import guidance
-from longrope2.factors import RescaleFactors
 from longrope2.figures import length_label
 from longrope2.files import atomic_path, write_text
+from longrope2.records import StageRun
 from longrope2.report.charts import Chart, charts, stage_seconds
-from longrope2.report.gather import gather
+from longrope2.report.gather import RunData, gather
 from longrope2.report.summary import Summary, label, summarise
-
-Data = Mapping[str, Any]
 
 
 def write_report(folder: Path) -> Path:
@@ -60,7 +57,7 @@ def _draw(chart: Chart, path: Path) -> list[str]:
 
 
 def page(
-    data: Data, summary: Summary, charts: Sequence[Chart], drawn: Mapping[str, Sequence[str]], missing: str = ""
+    data: RunData, summary: Summary, charts: Sequence[Chart], drawn: Mapping[str, Sequence[str]], missing: str = ""
 ) -> str:
     """The whole page, with figures as SVG elements by name; `missing` says why there are none."""
     templates = Environment(
@@ -71,7 +68,7 @@ def page(
         lstrip_blocks=True,
     )
     return templates.get_template("page.html.j2").render(
-        title=f"{_public(data['model'])}: {summary.title.rpartition(', ')[2]}",
+        title=f"{_public(data.book.model)}: {summary.title.rpartition(', ')[2]}",
         state=_state(data),
         summary=summary,
         cards=list(_cards(data, summary)),
@@ -83,7 +80,7 @@ def page(
         exports=list(_exports(data)),
         verified=list(_verified(data)),
         facts=_facts(data),
-        recipe=json.dumps({**data["recipe"], "model": _public(data["model"])}, indent=1, ensure_ascii=False),
+        recipe=json.dumps({**data.book.recipe, "model": _public(data.book.model)}, indent=1, ensure_ascii=False),
         version=__version__,
         light=figures.LIGHT,
         dark=figures.DARK,
@@ -95,22 +92,21 @@ def _public(model: str) -> str:
     return Path(model).name if Path(model).is_absolute() or model.startswith(".") else model
 
 
-def _state(data: Data) -> str:
-    running = [name for name, entry in data["steps"].items() if not entry.is_done]
-    done = list(dict.fromkeys(name.partition("/")[0] for name in data["steps"] if name not in running))
+def _state(data: RunData) -> str:
+    running = [name for name, entry in data.steps.items() if not entry.is_done]
+    done = list(dict.fromkeys(name.partition("/")[0] for name in data.steps if name not in running))
     text = f"Done: {', '.join(done) or 'nothing yet'}."
     if set(running) - {"report"}:
         text += f" Not finished: {', '.join(running)}."
-    if data["outdated"]:
-        text += f" Left out, made with other options: {', '.join(data['outdated'])}."
+    if outdated := [name for name in data.book.steps if name not in data.steps]:
+        text += f" Left out, made with other options: {', '.join(outdated)}."
     return text
 
 
-def _cards(data: Data, summary: Summary) -> Iterator[tuple[str, str]]:
+def _cards(data: RunData, summary: Summary) -> Iterator[tuple[str, str]]:
     """The few numbers that say what came of it."""
-    factors = data["factors"]
-    if factors:
-        original, target = factors["original_length"], factors["target_length"]
+    if data.factors:
+        original, target = data.factors.original_length, data.factors.target_length
         yield f"{target / original:g}×", f"window, {original:,} → {target:,} tokens"
     ours = next((m for m in (ledger.AFTER_TRAINING, ledger.SEARCHED) if m in summary.methods), None)
     if ours:
@@ -122,12 +118,12 @@ def _cards(data: Data, summary: Summary) -> Iterator[tuple[str, str]]:
 
 def _score_cards(summary: Summary, ours: str) -> Iterator[tuple[str, str]]:
     for suite in summarised():
-        own = summary.methods[ours]["by_length"].get(suite.name)
+        own = summary.methods[ours].by_length.get(suite.name)
         if not own:
             continue
         longest = max(own, key=int)
         others = {
-            name: found["by_length"].get(suite.name, {}).get(longest)
+            name: found.by_length.get(suite.name, {}).get(longest)
             for name, found in summary.methods.items()
             if name not in (ledger.AFTER_TRAINING, ledger.SEARCHED, ledger.BASE)
         }
@@ -136,61 +132,58 @@ def _score_cards(summary: Summary, ours: str) -> Iterator[tuple[str, str]]:
         beside = f"; best closed form, {label(best)}: {known[best]:.1f}%" if best else ""
         yield f"{own[longest]:.1f}%", f"{suite.summary} at {length_label(int(longest))}{beside}"
     for key, text in (("perplexity_retention", "of the short perplexity kept"), ("short_retention", "of short tasks")):
-        if summary.methods[ours][key] is not None:
-            yield f"{summary.methods[ours][key]:.1f}%", text
+        if (value := getattr(summary.methods[ours], key)) is not None:
+            yield f"{value:.1f}%", text
 
 
-def _work(data: Data, stage: str) -> str:
-    if stage == "search" and data["search"]:
-        tokens = data["search"]["document_evaluations"] * data["target_length"]
-        return f"{data['search']['document_evaluations']:,} evaluations, {tokens:,} tokens"
-    if stage == "data" and data["plan"]:
-        return f"{data['plan']['rows']:,} rows"
-    if stage == "train" and data["log"]:
-        return f"{len(data['log']):,} steps, {sum(line['tokens'] for line in data['log']):,} tokens"
+def _work(data: RunData, stage: str) -> str:
+    if stage == "search" and data.search:
+        tokens = data.search.document_evaluations * data.book.target_length
+        return f"{data.search.document_evaluations:,} evaluations, {tokens:,} tokens"
+    if stage == "data" and data.plan:
+        return f"{data.plan.rows:,} rows"
+    if stage == "train" and data.log:
+        return f"{len(data.log):,} steps, {sum(line.tokens for line in data.log):,} tokens"
     if stage == "evaluate":
-        return f"{len(data['evaluations'])} evaluations"
-    if stage == "export" and data["exports"]:
-        return ", ".join(f"{entry['bytes'] / 1e6:,.0f} MB" for entry in data["exports"])
+        return f"{len(data.evaluations)} evaluations"
+    if stage == "export":
+        return ", ".join(f"{entry.bytes / 1e6:,.0f} MB" for entry in data.exports)
     return ""
 
 
-def _machine(data: Data, stage: str) -> str:
-    facts: Sequence[Data] = {
-        "search": [data["search"]] if data["search"] else [],
-        "train": [data["training"]] if data["training"] else [],
-        "evaluate": list(data["evaluations"].values()),
-    }.get(stage, [])
-    return ", ".join(dict.fromkeys(f"{fact['processes']} × {fact['device']}" for fact in facts))
+def _machine(data: RunData, stage: str) -> str:
+    by_stage: dict[str, list[StageRun | None]] = {"search": [data.search], "train": [data.training]}
+    works = [*data.evaluations.values()] if stage == "evaluate" else by_stage.get(stage, [])
+    return ", ".join(dict.fromkeys(f"{work.processes} × {work.device}" for work in works if work))
 
 
-def _exports(data: Data) -> Iterator[tuple[str, Sequence[tuple[str, str, str]]]]:
+def _exports(data: RunData) -> Iterator[tuple[str, Sequence[tuple[str, str, str]]]]:
     """For each export its name, and how each engine serves it."""
-    for entry in data["exports"]:
-        factors = RescaleFactors.from_json(entry["factors"] or data["factors"])
-        name = Path(entry["place"]).name
-        yield name, guidance(factors, entry["family"], name, "gguf" if name.endswith(".gguf") else "huggingface")
+    for entry in data.exports:
+        name = Path(entry.place).name
+        if factors := entry.factors or data.factors:
+            yield name, guidance(factors, entry.family, name, "gguf" if name.endswith(".gguf") else "huggingface")
 
 
-def _verified(data: Data) -> Iterator[list[str]]:
-    for findings in (data["verified"] or {}).values():
+def _verified(data: RunData) -> Iterator[list[str]]:
+    for findings in (data.verified.exports if data.verified else {}).values():
         for finding in findings:
-            error = "" if finding["max_error"] is None else f"{finding['max_error']:.1e}"
-            yield [finding["engine"], finding["mode"], finding["verdict"], error, finding["note"]]
+            error = "" if finding.max_error is None else f"{finding.max_error:.1e}"
+            yield [finding.engine, finding.mode, finding.verdict, error, finding.note]
 
 
-def _facts(data: Data) -> dict[str, str]:
+def _facts(data: RunData) -> dict[str, str]:
     """Where the run's numbers come from."""
     seeds = {
-        "search": (data["search"] or {}).get("config", {}).get("evolution", {}).get("seed"),
-        "plan": (data["plan"] or {}).get("seed"),
-        "train": ((data["training"] or {}).get("config", {}).get("train") or {}).get("seed"),
+        "search": data.search and data.search.config.get("evolution", {}).get("seed"),
+        "plan": data.plan and data.plan.config.get("seed"),
+        "train": data.training and data.training.config.get("train", {}).get("seed"),
     }
     facts = {
-        "model": _public(data["model"]),
-        "revision": data["revision"],
-        "weights": (data["search"] or {}).get("weights"),
-        "versions": json.dumps(data["versions"]),
+        "model": _public(data.book.model),
+        "revision": data.book.revision,
+        "weights": data.search.weights if data.search else None,
+        "versions": json.dumps(data.book.versions),
         "seeds": json.dumps(seeds),
     }
     return {name: value for name, value in facts.items() if value is not None}

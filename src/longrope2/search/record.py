@@ -4,14 +4,14 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from longrope2.console import ConsoleTable, warn
+from longrope2.console import warn
 from longrope2.errors import MissingExtraError
 from longrope2.factors import RescaleFactors
 from longrope2.figures import draw_convergence, draw_factors
 from longrope2.intervals import student
 from longrope2.methods import rescale
 from longrope2.perplexity import Score, total
-from longrope2.records import HELD_OUT, IN_SAMPLE, SEARCHED, Measurement, SearchIteration, SearchRecord
+from longrope2.records import HELD_OUT, IN_SAMPLE, SEARCHED, Measurement, SearchIteration, SearchRecord, Table
 from longrope2.search.evolution import Outcome
 
 FACTORS, RECORD = "factors.json", "search.json"
@@ -53,14 +53,14 @@ def write_search(output: Path, factors: RescaleFactors, record: SearchRecord) ->
     factors.save(output / FACTORS)
     record.save(output / RECORD)
     try:
-        draw_convergence(record.to_json()["convergence"], output / "convergence.png")
+        draw_convergence(record.convergence, output / "convergence.png")
         named = {name: rescale(name, factors.spec, factors.target_length) for name in ("pi", "ntk", "yarn")}
         draw_factors({**named, factors.method: factors}, output / "factors.png")
     except MissingExtraError as error:
         warn(str(error))
 
 
-def search_table(output: Path, factors: RescaleFactors, record: SearchRecord) -> ConsoleTable:
+def search_table(output: Path, factors: RescaleFactors, record: SearchRecord) -> Table:
     """What was found, beside every closed form."""
     scores = {(row.method, row.part): row for row in record.scores}
     parts = [part for part in (IN_SAMPLE, HELD_OUT) if (SEARCHED, part) in scores]
@@ -79,11 +79,12 @@ def search_table(output: Path, factors: RescaleFactors, record: SearchRecord) ->
         rows.append(row)
     counts = ", ".join(f"{scores[SEARCHED, part].documents} {part}" for part in parts)
     guess = f"; guessing digits has {record.chance:.3g}" if needle else ""
-    return ConsoleTable(
-        f"{record.config['objective']} perplexity at {factors.target_length:,} tokens, documents: {counts}{guess}",
-        ["method", "d_rcd", *(column for part in parts for column in (part, *(["exact"] if needle else [])))],
-        rows,
-        f"{record.document_evaluations:,} document evaluations of "
+    return Table(
+        title=f"{record.config['objective']} perplexity at {factors.target_length:,} tokens, "
+        f"documents: {counts}{guess}",
+        columns=["method", "d_rcd", *(column for part in parts for column in (part, *(["exact"] if needle else [])))],
+        rows=rows,
+        caption=f"{record.document_evaluations:,} document evaluations of "
         f"{record.exhaustive_evaluations:,} without racing; factors in {output / FACTORS}",
     )
 

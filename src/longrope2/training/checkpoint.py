@@ -7,12 +7,13 @@ checksums and passed over for the one before it.
 """
 
 import hashlib
-import json
 import re
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,11 @@ from torch.optim import Optimizer
 from longrope2.console import warn
 from longrope2.distributed import World
 from longrope2.errors import LongRopeError
-from longrope2.files import write_json
+from longrope2.records import CheckpointRecord, RecordError
 
 FOLDER = "checkpoints"
 NAME = re.compile(r"step-(\d{8})")
 RECORD = "checkpoint.json"
-BLOCK = 1 << 20
 
 
 class Checkpoints:
@@ -47,10 +47,10 @@ class Checkpoints:
         # Its own group: background writing must not meet the collectives of training.
         self._group = dist.new_group(backend="gloo") if here.num_processes > 1 else None
 
-    def save(self, step: int, model: nn.Module, optimizer: Optimizer, record: dict[str, Any]) -> None:
-        """Begin to write the state after `step` steps; the one before is finished first."""
+    def save(self, record: CheckpointRecord, model: nn.Module, optimizer: Optimizer) -> None:
+        """Begin to write the state after a step; the checkpoint before is finished first."""
         self.finish()
-        final = self._folder / step_name(step)
+        final = self._folder / step_name(record.step)
         temporary = _partial(final)
         if self._here.is_main:
             for leftover in self._folder.glob(".step-*.partial"):  # of a run that was killed
@@ -66,7 +66,7 @@ class Checkpoints:
             no_dist=self._group is None,
         )
         assert isinstance(future, Future)
-        completed = self._writer.submit(self._complete, future, temporary, final, {**record, "step": step})
+        completed = self._writer.submit(self._complete, future, temporary, final, record)
         self._pending = (completed, final)
 
     def finish(self) -> None:
@@ -78,18 +78,18 @@ class Checkpoints:
             completed.result()
         self._here.gather(None)
 
-    def _complete(self, shards: "Future[Any]", temporary: Path, final: Path, record: dict[str, Any]) -> None:
+    def _complete(self, shards: "Future[Any]", temporary: Path, final: Path, record: CheckpointRecord) -> None:
         """In the background: when all shards are there, name the checkpoint and remove old ones."""
         shards.result()
         if not self._here.is_main:  # the main process's shards are done when everybody's are
             return
-        # Every file is on disk by now: DCP and write_json see to that.
-        write_json(temporary / RECORD, {**record, "files": _checksums(temporary)})
+        # Every file is on disk by now: DCP and `save` see to that.
+        replace(record, files=_checksums(temporary)).save(temporary / RECORD)
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
-        self._remove_old(record["step"])
+        self._remove_old(record.step)
 
-    def load_latest(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any] | None:
+    def load_latest(self, model: nn.Module, optimizer: Optimizer) -> CheckpointRecord | None:
         """Restore the newest whole checkpoint and return its record; None where there is none."""
         # What the main process sees: on a network file system others may see it later.
         for step in reversed(self._here.gather(self._steps())[0]):
@@ -109,7 +109,7 @@ class Checkpoints:
                 optim_state_dict=state["optimizer"],
                 options=StateDictOptions(strict=True),
             )
-            record: dict[str, Any] = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+            record = CheckpointRecord.load(folder / RECORD)
             if self._here.is_main:
                 self._remove_old(step)  # a kill may have come before, or in the middle
             return record
@@ -164,22 +164,21 @@ def _checksums(folder: Path) -> dict[str, str]:
 
 
 def _digest(path: Path) -> str:
-    digest = hashlib.blake2b(digest_size=16)
     with path.open("rb") as file:
-        while block := file.read(BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, partial(hashlib.blake2b, digest_size=16)).hexdigest()
 
 
 def _problem(folder: Path, step: int) -> str | None:
     """What is wrong with a checkpoint, or None."""
     try:
-        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-        if record["step"] != step:
-            return f"{RECORD} is of step {record['step']}"
-        for name, expected in record["files"].items():
+        record = CheckpointRecord.load(folder / RECORD)
+        if record.step != step:
+            return f"{RECORD} is of step {record.step}"
+        for name, expected in record.files.items():
             if _digest(folder / name) != expected:
                 return f"{name} has changed"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
         return str(error)
+    except RecordError as error:
+        return error.message
     return None

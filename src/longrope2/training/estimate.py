@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from longrope2.console import ConsoleTable, duration
+from longrope2.console import duration
 from longrope2.data.config import PlanConfig
 from longrope2.data.plan import Plan, read_plan
 from longrope2.errors import LongRopeError
@@ -22,6 +22,7 @@ from longrope2.gguf_model import open_gguf
 from longrope2.models import ModelInfo, describe, head_dim, num_kv_heads, pretrained_source, refused_config
 from longrope2.options import broken_limits, wrong_types
 from longrope2.perplexity import LOGIT_ROWS
+from longrope2.records import Table
 from longrope2.training.config import EstimateConfig, LongRowMask, TrainConfig, cannot_start
 from longrope2.training.trainable import is_matrix, linear_layers, matching
 
@@ -354,16 +355,16 @@ def _assumptions(shape: ModelShape, work: Work, chip: Gpu, gpus: int, *, recompu
     return [*found, *([work.assumption] if work.assumption else [])]
 
 
-def estimate_tables(result: Mapping[str, Any]) -> tuple[ConsoleTable, ConsoleTable]:
+def estimate_tables(result: Mapping[str, Any]) -> tuple[Table, Table]:
     """The memory and the time of an estimate."""
     memory = [[name, f"{size:,.1f}"] for name, size in result["memory_gib"].items()]
     verdict = "fits" if result["fits"] else f"does NOT fit: {_way_out(result)}"
-    held = ConsoleTable(
-        f"memory of each of {result['gpus']} × {result['gpu']}, rows of {result['length']:,} tokens, "
+    held = Table(
+        title=f"memory of each of {result['gpus']} × {result['gpu']}, rows of {result['length']:,} tokens, "
         f"{result['parameters'] / 1e9:,.2f}B parameters ({result['trained_parameters'] / 1e9:,.3f}B trained)",
-        ["what", "GiB"],
-        [*memory, ["together", f"{result['memory_total_gib']:,.1f}"]],
-        f"{result['memory_available_gib']:,.0f} GiB can be used: {verdict}",
+        columns=["what", "GiB"],
+        rows=[*memory, ["together", f"{result['memory_total_gib']:,.1f}"]],
+        caption=f"{result['memory_available_gib']:,.0f} GiB can be used: {verdict}",
     )
     rows = [
         ["seconds a step", f"{result['seconds_per_step']:,.1f}"],
@@ -377,7 +378,9 @@ def estimate_tables(result: Mapping[str, Any]) -> tuple[ConsoleTable, ConsoleTab
             ["GPU hours", f"{result['gpu_hours']:,.1f}"],
         ]
     assumed = "assumed: " + "; ".join(result["assumptions"])
-    return held, ConsoleTable(f"time, {result['batch_rows']} rows a step", ["what", "value"], rows, assumed)
+    return held, Table(
+        title=f"time, {result['batch_rows']} rows a step", columns=["what", "value"], rows=rows, caption=assumed
+    )
 
 
 def _way_out(result: Mapping[str, Any]) -> str:

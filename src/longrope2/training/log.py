@@ -2,18 +2,16 @@
 
 import hashlib
 import json
-import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longrope2.console import ConsoleTable, ProgressLine, say
+from longrope2.console import ProgressLine, say
 from longrope2.errors import MissingExtraError
 from longrope2.files import write_text
-from longrope2.records import NeedleLine, RecordError, TrainingRecord, parse
-from longrope2.shapes import misfit
+from longrope2.records import NeedleLine, RecordError, StepLine, Table, TrainingRecord, TrainingSettings, as_json, parse
 from longrope2.training.config import ResolvedConfig
 
 if TYPE_CHECKING:
@@ -23,11 +21,10 @@ if TYPE_CHECKING:
 
 LOG = "log.jsonl"
 RECORD = "training.json"
-STEP = {"step": int, "loss": float, "tokens": int, "seconds": float}
-"""What the log has of every step; besides, the losses of the kinds of rows that it had."""
+LogLine = StepLine | NeedleLine
 
 
-def training_table(record: TrainingRecord, folder: Path) -> ConsoleTable:
+def training_table(record: TrainingRecord, folder: Path) -> Table:
     """How far a training came; the model is in `folder`."""
     rows = []
     if record.losses:
@@ -45,45 +42,26 @@ def training_table(record: TrainingRecord, folder: Path) -> ConsoleTable:
             for line in (record.needles["first"], record.needles["last"])
         )
         rows += [[name, f"{before[name]:.0%}" if name in before else "-", f"{after[name]:.0%}"] for name in after]
-    return ConsoleTable(
-        f"{record.steps:,} steps, {record.tokens:,} tokens, {record.seconds:,.0f} s",
-        ["", "first", "last"],
-        rows,
-        f"the model is in {folder}",
+    return Table(
+        title=f"{record.steps:,} steps, {record.tokens:,} tokens, {record.seconds:,.0f} s",
+        columns=["", "first", "last"],
+        rows=rows,
+        caption=f"the model is in {folder}",
     )
 
 
-def read_log(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a log."""
-    lines = []
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    for line in text.split("\n"):
-        try:
-            values = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(values, dict) and isinstance(values.get("step"), int):
-            lines.append(values)
+def read_log(path: Path) -> list[LogLine]:
+    """The whole lines of a log; what a kill or a full disk has left of one is passed over."""
+    lines: list[LogLine] = []
+    for line in path.read_bytes().split(b"\n") if path.is_file() else ():
+        with suppress(RecordError):
+            lines.append(parse(LogLine, line, LOG))  # type: ignore[arg-type]
     return lines
 
 
-def needles_in(log: Sequence[dict[str, Any]]) -> list[NeedleLine]:
-    """The lines of a log that report needles; damaged ones are passed over."""
-    found = []
-    for line in (line for line in log if "needles" in line):
-        with suppress(RecordError):
-            found.append(parse(NeedleLine, line, LOG))
-    return found
-
-
-def steps_in(log: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The lines of a log that report a step; what a kill or a full disk has left of one is passed over."""
-    return [line for line in log if misfit(line, STEP | dict.fromkeys(losses_in(line), float)) is None]
-
-
-def losses_in(line: Mapping[str, Any]) -> dict[str, float]:
-    """The losses of a step: of all its rows, and of each kind."""
-    return {name: value for name, value in line.items() if name.startswith("loss")}
+def read_steps(path: Path) -> list[StepLine]:
+    """The lines of a log that report a step."""
+    return [line for line in read_log(path) if isinstance(line, StepLine)]
 
 
 class LogFile:
@@ -95,13 +73,13 @@ class LogFile:
 
     def open_after(self, step: int) -> None:
         """Drop what belongs to later steps, and the line that a kill cut off; a run that starts again drops all."""
-        kept = [line for line in read_log(self._path) if step and line["step"] <= step]
+        kept = [line for line in read_log(self._path) if step and line.step <= step]
         write_text(self._path, "".join(_line(line) for line in kept))
         self._file = self._path.open("a", encoding="utf-8")
 
-    def write(self, values: Mapping[str, Any]) -> None:
+    def write(self, line: LogLine) -> None:
         """Add a line."""
-        self._file.write(_line(values))
+        self._file.write(_line(line))
         self._file.flush()
 
     def close(self) -> None:
@@ -122,7 +100,7 @@ class StepReporter:
         step_flops: Callable[[int, int], float],
         peak_flops: float | None,
         wandb: str | None = None,
-        settings: Mapping[str, Any],
+        settings: TrainingSettings,
     ) -> None:
         self._output, self._config, self._device = output, config, device
         self._step_flops, self._peak_flops = step_flops, peak_flops
@@ -139,41 +117,46 @@ class StepReporter:
 
     def step(self, result: "StepResult") -> None:
         """A step is done."""
-        values = {
-            "loss": result.loss,
-            **{f"loss_{kind}": loss for kind, loss in result.loss_by_kind.items()},
-            "gradient_norm": result.gradient_norm,
-            "learning_rate": self._config.learning_rate_at(result.step - 1),
-            "tokens": result.tokens,
-            "seconds": result.seconds,
-            "tokens_per_second": result.tokens / result.seconds,
-        }
+        mfu = memory = None
         if self._peak_flops is not None:
-            values["mfu"] = self._step_flops(result.tokens, result.attended) / (result.seconds * self._peak_flops)
+            mfu = self._step_flops(result.tokens, result.attended) / (result.seconds * self._peak_flops)
         if self._device.type == "cuda":
             import torch
 
-            values["memory_gib"] = torch.cuda.max_memory_allocated(self._device) / (1 << 30)
-        self._write(result.step, values, {f"train/{name}": value for name, value in values.items()})
-        self._line.update(result.step - self._first, _sentence(result.step, values, result.loss_by_kind))
+            memory = torch.cuda.max_memory_allocated(self._device) / (1 << 30)
+        line = StepLine(
+            step=result.step,
+            loss=result.loss,
+            loss_short=result.loss_by_kind.get("short"),
+            loss_long=result.loss_by_kind.get("long"),
+            gradient_norm=result.gradient_norm,
+            learning_rate=self._config.learning_rate_at(result.step - 1),
+            tokens=result.tokens,
+            seconds=result.seconds,
+            tokens_per_second=result.tokens / result.seconds,
+            mfu=mfu,
+            memory_gib=memory,
+        )
+        self._write(line, {f"train/{name}": value for name, value in as_json(line).items() if name != "step"})
+        self._line.update(result.step - self._first, _sentence(line))
 
-    def needles(self, step: int, results: list[dict[str, Any]]) -> None:
+    def needles(self, line: NeedleLine) -> None:
         """Needles were tried after a step."""
-        flat = {}
-        for result in results:
-            for name in ("nll", "exact"):
-                flat[f"needles_{result['length']}/{name}_at_{result['depth']:g}"] = result[name]
-        # JSON knows no infinity.
-        finite = [{**result, "nll": result["nll"] if math.isfinite(result["nll"]) else None} for result in results]
-        self._write(step, {"needles": finite}, {name: value for name, value in flat.items() if math.isfinite(value)})
-        lengths = dict.fromkeys(result["length"] for result in results)
+        trials = line.needles
+        flat = {
+            f"needles_{trial.length}/{name}_at_{trial.depth:g}": value
+            for trial in trials
+            for name, value in (("nll", trial.nll), ("exact", trial.exact))
+            if value is not None
+        }
+        self._write(line, flat)
         parts = [
-            f"{length:,} tokens " + "/".join(f"{r['exact']:.0%}" for r in results if r["length"] == length)
-            for length in lengths
+            f"{length:,} tokens " + "/".join(f"{trial.exact:.0%}" for trial in trials if trial.length == length)
+            for length in dict.fromkeys(trial.length for trial in trials)
         ]
-        depths = "/".join(f"{depth:g}" for depth in dict.fromkeys(result["depth"] for result in results))
+        depths = "/".join(f"{depth:g}" for depth in dict.fromkeys(trial.depth for trial in trials))
         clear = "\r\x1b[2K" if sys.stderr.isatty() else ""  # the progress line, which has no end yet
-        say(f"{clear}needles found after step {step} (depths {depths}): {', '.join(parts)}")
+        say(f"{clear}needles found after step {line.step} (depths {depths}): {', '.join(parts)}")
 
     def close(self) -> None:
         """Close files."""
@@ -183,27 +166,29 @@ class StepReporter:
         if self._wandb is not None:
             self._wandb.finish()
 
-    def _write(self, step: int, values: Mapping[str, Any], scalars: Mapping[str, float]) -> None:
-        self._log.write({"step": step, **values})
+    def _write(self, line: LogLine, scalars: Mapping[str, float]) -> None:
+        self._log.write(line)
         if self._events is not None:
             for name, value in scalars.items():
-                self._events.add_scalar(name, value, step)
+                self._events.add_scalar(name, value, line.step)
             self._events.flush()
         if self._wandb is not None:
-            self._wandb.log(dict(scalars), step=step)
+            self._wandb.log(dict(scalars), step=line.step)
 
 
-def _line(values: Mapping[str, Any]) -> str:
-    return json.dumps(values, ensure_ascii=False, allow_nan=False) + "\n"
+def _line(line: LogLine) -> str:
+    return json.dumps(as_json(line), ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def _sentence(step: int, values: Mapping[str, Any], loss_by_kind: Mapping[str, float]) -> str:
-    kinds = ", ".join(f"{kind} {loss:.4f}" for kind, loss in loss_by_kind.items())
-    parts = [f"step {step}", f"loss {values['loss']:.4f} ({kinds})", f"{values['tokens_per_second']:,.0f} tokens/s"]
-    if "mfu" in values:
-        parts.append(f"MFU {values['mfu']:.0%}")
-    if "memory_gib" in values:
-        parts.append(f"{values['memory_gib']:.1f} GiB")
+def _sentence(line: StepLine) -> str:
+    kinds = ", ".join(
+        f"{name.removeprefix('loss_')} {loss:.4f}" for name, loss in line.losses.items() if name != "loss"
+    )
+    parts = [f"step {line.step}", f"loss {line.loss:.4f} ({kinds})", f"{line.tokens_per_second:,.0f} tokens/s"]
+    if line.mfu is not None:
+        parts.append(f"MFU {line.mfu:.0%}")
+    if line.memory_gib is not None:
+        parts.append(f"{line.memory_gib:.1f} GiB")
     return ", ".join(parts)
 
 
@@ -216,7 +201,7 @@ def _summary_writer(folder: Path, step: int) -> Any:
     return SummaryWriter(str(folder), purge_step=step + 1)
 
 
-def _wandb_run(project: str, output: Path, settings: Mapping[str, Any]) -> Any:
+def _wandb_run(project: str, output: Path, settings: TrainingSettings) -> Any:
     try:
         import wandb
     except ImportError as error:
@@ -226,4 +211,4 @@ def _wandb_run(project: str, output: Path, settings: Mapping[str, Any]) -> Any:
     # The same id every time, so that a run that goes on stays one run there.
     place = hashlib.sha256(str(output.resolve()).encode()).hexdigest()[:8]
     name = f"{output.name}-{place}"
-    return wandb.init(project=project, id=name, name=name, resume="allow", dir=str(output), config=dict(settings))
+    return wandb.init(project=project, id=name, name=name, resume="allow", dir=str(output), config=settings.to_json())

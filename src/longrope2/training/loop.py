@@ -23,7 +23,7 @@ from longrope2.errors import LongRopeError
 from longrope2.factors import RescaleFactors
 from longrope2.files import package_versions
 from longrope2.interrupts import interrupts
-from longrope2.records import RowKind
+from longrope2.records import CheckpointRecord, RowKind
 from longrope2.training.checkpoint import FOLDER, Checkpoints
 from longrope2.training.config import LongRowMask, ResolvedConfig
 from longrope2.training.mixed import Batch, MixedWindowModel, mixed_window
@@ -135,7 +135,7 @@ def train_loop(
     and saves a checkpoint.
     """
     device = next(model.parameters()).device
-    record = {"config": config.to_json()["train"], "versions": package_versions("torch", "transformers")}
+    train, versions = config.to_json()["train"], package_versions("torch", "transformers")
     results = []
     recompute = device.type == "cuda" if config.recompute is None else config.recompute
     with (
@@ -147,7 +147,7 @@ def train_loop(
         optimizer = make_optimizer(mixed, config)
         checkpoints = Checkpoints(output / FOLDER, keep=config.keep, here=here)
         resumed = checkpoints.load_latest(mixed, optimizer)
-        first = resumed["step"] if resumed else 0
+        first = resumed.step if resumed else 0
         if resumed and here.is_main:
             say(f"resuming after step {first}")
         started(first)
@@ -173,7 +173,8 @@ def train_loop(
                 # All processes stop at the same step: a checkpoint needs every one of them.
                 stopping = any(here.gather_all(interrupt.asked))
                 if stopping or (step + 1) % config.save_every == 0 or step + 1 == config.steps:
-                    checkpoints.save(step + 1, mixed, optimizer, record)
+                    record = CheckpointRecord(step=step + 1, config=train, versions=versions)
+                    checkpoints.save(record, mixed, optimizer)
                 if stopping:
                     checkpoints.finish()
                     raise KeyboardInterrupt

@@ -1,5 +1,6 @@
 """Needles while a model trains: whether it finds them at the target length, and still in its own window."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -14,6 +15,7 @@ from longrope2.errors import DataError
 from longrope2.factors import RescaleFactors
 from longrope2.needles import NeedleDocument, make_needles
 from longrope2.perplexity import Score, scoring
+from longrope2.records import NeedleLine, NeedleTrial
 from longrope2.training.mixed import MixedWindowModel
 
 DEPTHS = (0.0, 0.5, 1.0)
@@ -29,7 +31,7 @@ class Retrieval:
         here: World,
         *,
         every: int,
-        note: Callable[[int, list[dict[str, Any]]], None],
+        note: Callable[[NeedleLine], None],
     ) -> None:
         self._factors = factors
         self._documents = documents
@@ -46,7 +48,7 @@ class Retrieval:
             own = _as_forward(mixed, partial(self._own_scores, mixed.model))
         parts = self._here.gather_all(own)
         scores = [parts[k % len(parts)][k // len(parts)] for k in range(len(self._documents))]
-        self._note(step, summary(self._documents, scores))
+        self._note(NeedleLine(step=step, needles=tuple(trials(self._documents, scores))))
 
     def _own_scores(self, model: Any) -> list[Score]:
         count, processes = len(self._documents), self._here.num_processes
@@ -115,19 +117,13 @@ def needle_documents(
     return documents
 
 
-def summary(documents: Sequence[NeedleDocument], scores: Sequence[Score]) -> list[dict[str, Any]]:
+def trials(documents: Sequence[NeedleDocument], scores: Sequence[Score]) -> Iterator[NeedleTrial]:
     """For each length and depth: nats for an answer's token, and the share of answers right in every token."""
     groups: dict[tuple[int, float], list[Score]] = {}
     for document, score in zip(documents, scores, strict=True):
         depth = min(DEPTHS, key=lambda wanted: abs(wanted - document.needle.depth))
         groups.setdefault((len(document.token_ids), depth), []).append(score)
-    return [
-        {
-            "length": length,
-            "depth": depth,
-            "documents": len(group),
-            "nll": sum(score.nll for score in group) / sum(score.num_tokens for score in group),
-            "exact": sum(score.exact for score in group) / len(group),
-        }
-        for (length, depth), group in groups.items()
-    ]
+    for (length, depth), group in groups.items():
+        mean = sum(score.nll for score in group) / sum(score.num_tokens for score in group)
+        nll, exact = mean if math.isfinite(mean) else None, sum(score.exact for score in group) / len(group)
+        yield NeedleTrial(length=length, depth=depth, documents=len(group), nll=nll, exact=exact)

@@ -25,19 +25,19 @@ from longrope2.data.plan import Plan, read_plan
 from longrope2.distributed import World
 from longrope2.errors import DataError, LongRopeError, all_problems, require
 from longrope2.factors import RescaleFactors
-from longrope2.files import atomic_folder, package_versions, write_json
+from longrope2.files import atomic_folder, package_versions
 from longrope2.generation.saved import FACTORS_FILE, warn_of_single_attention_factor, write_factors
 from longrope2.interrupts import interrupts
 from longrope2.models import ModelInfo, check_factors, describe, load, load_tokenizer, weights_fingerprint
 from longrope2.needles import NeedleDocument
 from longrope2.options import identity
-from longrope2.records import RecordError, TrainingRecord
+from longrope2.records import NeedleLine, RecordError, StepLine, TrainingRecord, TrainingSettings, parse
 from longrope2.runfolder import RunFolder, differences, require_same
 from longrope2.training.checkpoint import FOLDER as CHECKPOINTS
 from longrope2.training.checkpoint import step_name
 from longrope2.training.config import ResolvedConfig, TrainConfig, cannot_start
 from longrope2.training.estimate import ModelShape, known_gpu, shape_of, skeleton
-from longrope2.training.log import LOG, RECORD, StepReporter, losses_in, needles_in, read_log, steps_in
+from longrope2.training.log import LOG, RECORD, StepReporter, read_log
 from longrope2.training.loop import PlanRows, train_loop
 from longrope2.training.retrieval import Retrieval, needle_documents
 from longrope2.training.trainable import add_lora, freeze, merged
@@ -85,7 +85,7 @@ def train(
         if record is None:
             with _folder(output if here.is_main else None).alone():
                 if here.is_main:
-                    write_json(output / SETTINGS, run.settings())
+                    run.settings().save(output / SETTINGS)
                 record = _train_and_write(run, output, here, wandb)
         elif here.is_main:
             say(f"{output}: this run is already finished")
@@ -110,9 +110,9 @@ class TrainingRun:
     identity: dict[str, Any]
     """What must be the same for a run to go on."""
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> TrainingSettings:
         """What is saved beside the checkpoints."""
-        return {"identity": self.identity, "config": self.config.to_json(), "versions": _versions()}
+        return TrainingSettings(identity=self.identity, config=self.config.to_json(), versions=_versions())
 
 
 def prepare(
@@ -260,16 +260,10 @@ def _holds(output: Path, wanted: dict[str, Any]) -> bool:
     """Whether this run has begun in a folder; one with anything else is refused."""
     _folder(output).refuse_foreign()
     try:
-        before = json.loads((output / SETTINGS).read_text(encoding="utf-8"))["identity"]
-        if not isinstance(before, dict):
-            raise TypeError(f"identity is {before!r}")
-    except (FileNotFoundError, NotADirectoryError):
+        hint = "use another folder, or copy that file back; what is beside it was not touched"
+        before = TrainingSettings.load(output / SETTINGS, hint=hint).identity
+    except FileNotFoundError:
         return False
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise LongRopeError(
-            f"{output / SETTINGS} cannot be read ({error})",
-            hint="use another folder, or copy that file back; what is beside it was not touched",
-        ) from error
     _check_kinds(output)
     has_saved = (output / MODEL).exists() or any((output / CHECKPOINTS).glob("step-*"))
     if not has_saved and differences(before, wanted):
@@ -315,23 +309,17 @@ def _finished(output: Path, run: TrainingRun) -> TrainingRecord | None:
 def read_record(folder: Path, *, dtype: str) -> TrainingRecord:
     """The record in the folder of a trained model; refuses one that is not whole, or has weights of another type."""
     for name in (FACTORS_FILE, "config.json", "tokenizer_config.json"):
-        _read(folder / name)
+        parse(dict[str, Any], (folder / name).read_bytes(), name)
     record = TrainingRecord.load(folder / RECORD)
-    files = _read(folder / INDEX)["weight_map"].values() if (folder / INDEX).exists() else ["model.safetensors"]
+    index, files = folder / INDEX, ["model.safetensors"]
+    if index.exists():
+        files = parse(dict[str, Any], index.read_bytes(), INDEX)["weight_map"].values()
     for name in set(files):
         with safe_open(folder / name, framework="pt"):  # refuses one whose size is not what its header says
             pass
     if (saved := record.config["save_dtype"]) != dtype:
         raise ValueError(f"its weights are {saved}, {dtype} is asked for")
     return record
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path.name} is not JSON: {error}") from error
-    return values
 
 
 # Training
@@ -402,13 +390,13 @@ def _trained(run: TrainingRun, output: Path, here: World, reporter: StepReporter
 def _record(run: TrainingRun, output: Path, here: World) -> TrainingRecord:
     """What goes into the model's folder, from the run and the log of all its steps."""
     log = read_log(output / LOG)
-    steps = steps_in(log)
+    steps = [line for line in log if isinstance(line, StepLine)]
     if (lost := run.config.steps - len(steps)) > 0:
         warn(
             f"{output / LOG} lacks {lost} of {run.config.steps} steps: tokens, seconds and losses in {RECORD} "
             "are those of the others; the weights are not touched by that"
         )
-    needles = needles_in(log)
+    needles = [line for line in log if isinstance(line, NeedleLine)]
     info, factors, plan = run.info, run.factors, run.plan
     return TrainingRecord(
         model={"name": info.name, "revision": info.revision, "weights": run.identity["weights"]},
@@ -430,9 +418,9 @@ def _record(run: TrainingRun, output: Path, here: World) -> TrainingRecord:
         processes=here.num_processes,
         device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         steps=run.config.steps,
-        tokens=sum(line["tokens"] for line in steps),
-        seconds=sum(line["seconds"] for line in steps),
-        losses={"first": losses_in(steps[0]), "last": losses_in(steps[-1])} if steps else {},
+        tokens=sum(line.tokens for line in steps),
+        seconds=sum(line.seconds for line in steps),
+        losses={"first": steps[0].losses, "last": steps[-1].losses} if steps else {},
         needles={"first": needles[0], "last": needles[-1]} if needles else {},
     )
 

@@ -19,6 +19,7 @@ from longrope2.evaluation.ruler.generate import Request, RulerSample, check, mak
 from longrope2.evaluation.ruler.haystack import haystack_fingerprint
 from longrope2.evaluation.ruler.tasks import TASKS
 from longrope2.files import atomic_path, package_versions
+from longrope2.records import parse
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -72,10 +73,7 @@ def read_samples(path: Path, count: int) -> list[RulerSample]:
     hint, samples = "delete the file; it will be made again", []
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            try:
-                samples.append(RulerSample(**json.loads(line)))
-            except (ValueError, TypeError) as error:
-                raise DataError(f"{path}, line {number}: not a sample ({error})", hint=hint) from error
+            samples.append(parse(RulerSample, line, f"{path}, line {number}", hint=hint))
     if len(samples) != count:
         raise DataError(f"{path}: {len(samples)} samples, {count} expected", hint=hint)
     return samples

@@ -1,10 +1,10 @@
 """Every suite, one file each: whatever needs a suite's name, title, tasks, columns or cost asks here."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 from longrope2.evaluation.suite import Suite
 from longrope2.evaluation.suites import infinitebench, loft, longbench, niah, passkey, perplexity, ruler, short
+from longrope2.records import Measured
 
 SUITES: dict[str, Suite] = {
     module.SUITE.name: module.SUITE
@@ -13,9 +13,9 @@ SUITES: dict[str, Suite] = {
 """In the order of tables."""
 
 
-def suites_of(scores: Iterable[Mapping[str, Any]]) -> list[Suite]:
-    """The suites that scores, as in results.json, belong to."""
-    present = {score["suite"] for score in scores}
+def suites_of(scores: Iterable[Measured]) -> list[Suite]:
+    """The suites that scores belong to."""
+    present = {score.suite for score in scores}
     return [suite for suite in SUITES.values() if suite.name in present]
 
 

@@ -8,10 +8,11 @@ import random
 import re
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 from longrope2.errors import DataError
 from longrope2.evaluation.suite import (
+    Published,
     Sample,
     Setup,
     Suite,
@@ -43,6 +44,16 @@ CHOICE_CHAT_PROMPT = (
 CHOICE_FILE = f"{CHOICE}.jsonl"
 SOURCE = f"{CHOICE_FILE} is a file of huggingface.co/datasets/xinrongzhang2022/InfiniteBench; put it into --data DIR"
 LETTERS = "ABCD"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChoiceRow(Published):
+    """A line of its file."""
+
+    context: str
+    input: str
+    answer: str | tuple[str, ...]
+    options: tuple[str, ...]
 
 
 def value_found(prediction: str, references: Sequence[str]) -> float:
@@ -115,17 +126,15 @@ def choice_samples(setup: Setup, length: int) -> list[Sample]:
     frame = chat_frame(setup.tokenizer) if setup.chat else str
     most = length - CHOICE_TOKENS - len(encode(setup.tokenizer, frame("")))
     samples = []
-    for index, row in enumerate(
-        read_rows(path, {"context": str, "input": str, "answer": list | str, "options": [str]}, source=SOURCE)
-    ):
+    for index, row in enumerate(read_rows(path, ChoiceRow, source=SOURCE)):
         if index == setup.samples:
             break
-        answer: Any = row["answer"] if isinstance(row["answer"], str) else next(iter(row["answer"]), None)
-        if len(row["options"]) != len(LETTERS) or answer not in row["options"]:
+        answer = row.answer if isinstance(row.answer, str) else next(iter(row.answer), None)
+        if len(row.options) != len(LETTERS) or answer is None or answer not in row.options:
             raise DataError(f"{path}, sample {index + 1}: {answer!r} is not one of its options", hint=SOURCE)
-        options = dict(zip("abcd", row["options"], strict=True))
+        options = dict(zip("abcd", row.options, strict=True))
         template = CHOICE_CHAT_PROMPT if setup.chat else CHOICE_PROMPT
-        text = template.format(context=row["context"], question=row["input"], **options)
+        text = template.format(context=row.context, question=row.input, **options)
         samples.append(
             Sample(
                 suite=NAME,
@@ -133,7 +142,7 @@ def choice_samples(setup: Setup, length: int) -> list[Sample]:
                 length=length,
                 index=index,
                 prompt=frame(truncate_middle(setup.tokenizer, text, most)),
-                references=(answer, LETTERS[row["options"].index(answer)]),
+                references=(answer, LETTERS[row.options.index(answer)]),
                 max_new_tokens=CHOICE_TOKENS,
                 score=letter_chosen,
             )

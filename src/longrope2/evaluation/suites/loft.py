@@ -15,6 +15,7 @@ from longrope2.errors import DataError
 from longrope2.evaluation.engine import EvaluationEngine
 from longrope2.evaluation.results import with_averages
 from longrope2.evaluation.suite import (
+    Published,
     Sample,
     Setup,
     Suite,
@@ -154,17 +155,32 @@ def final_answer(prediction: str) -> list[Any]:
     return []
 
 
+@dataclass(frozen=True, kw_only=True)
+class LoftPassage(Published):
+    """A line of corpus.jsonl."""
+
+    pid: str
+    title_text: str | None
+    passage_text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoftQuery(Published):
+    """A line of a file of queries."""
+
+    query_text: str
+    answers: tuple[tuple[Any, ...], ...]
+    """Each begins with the pid of a right document."""
+
+
 class LoftCorpus:
     """The files of one task at one length."""
 
     def __init__(self, folder: Path, task: str) -> None:
         self._task, self._source = TASKS[task], source(task)
-        shape = {"pid": str, "title_text": str | None, "passage_text": str}
-        rows = list(read_rows(folder / "corpus.jsonl", shape, source=self._source))
-        self.ids = {row["pid"]: str(number) for number, row in enumerate(rows)}
-        self._documents = {
-            row["pid"]: (_clean(row["title_text"] or "") or "None", _clean(row["passage_text"])) for row in rows
-        }
+        rows = list(read_rows(folder / "corpus.jsonl", LoftPassage, source=self._source))
+        self.ids = {row.pid: str(number) for number, row in enumerate(rows)}
+        self._documents = {row.pid: (_clean(row.title_text or "") or "None", _clean(row.passage_text)) for row in rows}
         self._examples = self._queries(folder / "few_shot_queries.jsonl")
         # The 100 queries its authors report on; older downloads have only the first ten.
         test = folder / "test_queries.jsonl"
@@ -173,12 +189,12 @@ class LoftCorpus:
     def _queries(self, path: Path) -> list[tuple[str, list[str]]]:
         """(text, right documents) of each query."""
         found: list[tuple[str, list[str]]] = []
-        for row in read_rows(path, {"query_text": str, "answers": list}, source=self._source):
-            right = [str(answer[0]) for answer in row["answers"] if isinstance(answer, list) and answer]
+        for row in read_rows(path, LoftQuery, source=self._source):
+            right = [str(answer[0]) for answer in row.answers if answer]
             missing = [pid for pid in right if pid not in self.ids]
-            if missing or not right or len(right) < len(row["answers"]):
+            if missing or not right or len(right) < len(row.answers):
                 raise DataError(f"{path}, query {len(found) + 1}: its answers are not in the corpus", hint=self._source)
-            found.append((row["query_text"].strip(), right))
+            found.append((row.query_text.strip(), right))
         return found
 
     def context(self) -> str:

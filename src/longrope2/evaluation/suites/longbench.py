@@ -11,7 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from longrope2.evaluation.suite import AnswerScorer, Sample, Setup, Suite, data_folder, read_rows, truncate_middle
+from longrope2.evaluation.suite import (
+    AnswerScorer,
+    Published,
+    Sample,
+    Setup,
+    Suite,
+    data_folder,
+    read_rows,
+    truncate_middle,
+)
 
 NAME = "longbench"
 
@@ -23,6 +32,22 @@ class LongBenchTask:
     prompt: str
     new_tokens: int
     metric: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongBenchRow(Published):
+    """A line of a task's file."""
+
+    input: str
+    context: str
+    answers: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassifiedRow(LongBenchRow):
+    """The same where the answer is one of several classes."""
+
+    all_classes: tuple[str, ...]
 
 
 TASKS = {
@@ -109,19 +134,17 @@ def longbench_samples(setup: Setup, task: str, length: int) -> list[Sample]:
     """The samples of a task's file, cut in their middle to fit."""
     described = TASKS[task]
     path = data_folder(setup.data, NAME, source(task)) / f"{task}.jsonl"
-    shape = {"input": str, "context": str, "answers": [str]}
-    if described.metric == "class right":
-        shape["all_classes"] = [str]
+    kind = ClassifiedRow if described.metric == "class right" else LongBenchRow
     samples = []
-    for index, row in enumerate(read_rows(path, shape, source=source(task))):
+    for index, row in enumerate(read_rows(path, kind, source=source(task))):
         if index == setup.samples:
             break
         score: AnswerScorer = edit_similarity
         if described.metric == "F1":
             score = f1
-        elif described.metric == "class right":
-            score = partial(class_right, classes=row["all_classes"])
-        prompt = described.prompt.format(context=row["context"], input=row["input"])
+        elif isinstance(row, ClassifiedRow):
+            score = partial(class_right, classes=row.all_classes)
+        prompt = described.prompt.format(context=row.context, input=row.input)
         samples.append(
             Sample(
                 suite=NAME,
@@ -129,7 +152,7 @@ def longbench_samples(setup: Setup, task: str, length: int) -> list[Sample]:
                 length=length,
                 index=index,
                 prompt=truncate_middle(setup.tokenizer, prompt, length - described.new_tokens),
-                references=tuple(row["answers"]),
+                references=row.answers,
                 max_new_tokens=described.new_tokens,
                 score=score,
             )

@@ -8,9 +8,10 @@ from longrope2 import needles
 from longrope2.books import read_books
 from longrope2.errors import DataError
 from longrope2.evaluation.engine import EvaluationEngine
-from longrope2.evaluation.results import Measured, accuracy
+from longrope2.evaluation.results import cell
 from longrope2.evaluation.suite import Sample, Setup, Suite, SuiteOutcome, answered, by_task, chat_frame, encode
 from longrope2.needles import MOST_NEEDLES, PAPER_TEMPLATE, NeedleDocument, make_needles
+from longrope2.records import Grid, Measured
 
 DEPTHS = tuple(tenth / 10 for tenth in range(11))
 RUNS = 10
@@ -88,7 +89,7 @@ def check(setup: Setup) -> None:
 def run(setup: Setup, engine: EvaluationEngine) -> SuiteOutcome:
     """All lengths; the grid has a cell for each length and depth."""
     measured: list[Measured] = []
-    cells = {}
+    scores_by_length = {}
     for length in setup.lengths:
         samples = niah_samples(setup, length)
         scores = answered(samples, engine, f"niah {length:,}")
@@ -96,22 +97,15 @@ def run(setup: Setup, engine: EvaluationEngine) -> SuiteOutcome:
         by_depth: dict[float, list[float]] = defaultdict(list)
         for sample, score in zip(samples, scores, strict=True):
             by_depth[sample.details["depth"]].append(score)
-        cells[length] = by_depth
-    return SuiteOutcome(measured=measured, grid=_grid(cells))
+        scores_by_length[length] = by_depth
+    return SuiteOutcome(measured=measured, grid=_grid(scores_by_length))
 
 
-def _grid(cells: dict[int, dict[float, list[float]]]) -> dict[str, Any]:
-    lengths = sorted(cells)
-
-    def cell(length: int, depth: float) -> dict[str, Any]:
-        found = accuracy(cells[length][depth], suite=NAME, task=NAME, length=length, metric="")
-        return {"score": found.score, "samples": found.samples, "low": found.low, "high": found.high}
-
-    return {
-        "lengths": lengths,
-        "depths": list(DEPTHS),
-        "cells": [[cell(length, depth) for length in lengths] for depth in DEPTHS],
-    }
+def _grid(scores: dict[int, dict[float, list[float]]]) -> Grid:
+    """From scores by length and depth."""
+    lengths = tuple(sorted(scores))
+    cells = tuple(tuple(cell(scores[length][depth]) for length in lengths) for depth in DEPTHS)
+    return Grid(lengths=lengths, depths=DEPTHS, cells=cells)
 
 
 SUITE = Suite(

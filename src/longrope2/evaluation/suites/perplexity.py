@@ -7,8 +7,9 @@ import numpy as np
 from longrope2.books import long_enough, read_books
 from longrope2.errors import DataError
 from longrope2.evaluation.engine import EvaluationEngine
-from longrope2.evaluation.results import Measured, digest, perplexity
+from longrope2.evaluation.results import digest, perplexity
 from longrope2.evaluation.suite import Setup, Suite, SuiteOutcome, TextSpan, encode
+from longrope2.records import Measured
 
 NAME = "perplexity"
 FULL, SLIDING = "full", "sliding"

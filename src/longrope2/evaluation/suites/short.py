@@ -9,8 +9,9 @@ from typing import Any
 
 from longrope2.errors import LongRopeError, chosen, require
 from longrope2.evaluation.engine import EvaluationEngine
-from longrope2.evaluation.results import Measured, accuracy, digest, with_averages
+from longrope2.evaluation.results import accuracy, digest, with_averages
 from longrope2.evaluation.suite import Setup, Suite, SuiteOutcome
+from longrope2.records import Measured
 
 NAME = "short"
 # What the paper reports, and with how many examples the field runs them; the others say so themselves.
