@@ -36,7 +36,7 @@ from longrope2.command_options import (
     switch_length_option,
     taken,
 )
-from longrope2.console import say, show_json, show_table, warn
+from longrope2.console import alarm, say, show_json, show_table, warn
 from longrope2.data.config import Mix, RecallConfig
 from longrope2.distributed import is_main_process, wait_to_speak, world
 from longrope2.errors import LongRopeError
@@ -413,14 +413,25 @@ def _show_recipe(context: click.Context, _: click.Parameter, name: str | None) -
     help="Only print a recipe of the package: --show-recipe smollm2-32k > mine.toml",
 )
 @json_option
-def extend(model: str | None, output: Path, dry_run: bool, gpu: str | None, as_json: bool, **options: Any) -> None:
+@click.pass_context
+def extend(
+    context: click.Context,
+    /,
+    model: str | None,
+    output: Path,
+    dry_run: bool,
+    gpu: str | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
     """Take a model to a longer window, from the search to a report.
 
     Stages: search, data, train, evaluate, export, verify, report. MODEL defaults to the recipe's, or to tiny. Without
     texts to train on ([[source]] in a recipe), data and train are skipped.
 
     Run the same command again after an interruption: finished stages are skipped, and stages whose options have
-    changed run again. On several GPUs: torchrun --nproc-per-node 8 -m longrope2 extend …
+    changed run again. The exit code is 1 if an engine that was asked computes the export wrongly. On several GPUs:
+    torchrun --nproc-per-node 8 -m longrope2 extend …
     """
     if gpu and not dry_run:
         raise LongRopeError("--gpu is for an estimate", hint="add --dry-run")
@@ -442,6 +453,10 @@ def extend(model: str | None, output: Path, dry_run: bool, gpu: str | None, as_j
         _show(found.to_json(), *tables, lines=page, as_json=as_json)
         for remark in found.remarks:
             say(remark)
+        for line in found.wrong:
+            alarm(line)
+    if found.wrong:
+        context.exit(1)
 
 
 @cli.command()

@@ -46,6 +46,11 @@ def warn(message: str) -> None:
     say(f"warning: {message}")
 
 
+def alarm(message: str) -> None:
+    """Print on stderr, in red on a terminal, what must not be passed over."""
+    say(f"\033[1;31m{message}\033[0m" if sys.stderr.isatty() else message)
+
+
 def terminal_width() -> int:
     """Columns to fill; generous when the output is a pipe or a file."""
     import shutil

@@ -623,6 +623,11 @@ class Finding:
     verdict: Literal["right", "WRONG", "FAILED", "known limit", "not checked"]
     note: str = ""
 
+    @property
+    def is_wrong(self) -> bool:
+        """Whether this must not be; engines that are not installed and known limits do not count."""
+        return self.verdict in ("WRONG", "FAILED")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VerifyRecord(Record):
@@ -632,6 +637,27 @@ class VerifyRecord(Record):
 
     exports: dict[str, tuple[Finding, ...]]
     """By place."""
+
+    @property
+    def wrong(self) -> list[str]:
+        """What must not be, a line each."""
+        return [
+            f"{place} in {finding.engine}, {finding.mode}: {finding.verdict}. {finding.note}".strip()
+            for place, findings in self.exports.items()
+            for finding in findings
+            if finding.is_wrong
+        ]
+
+    @property
+    def verdict(self) -> str:
+        """In a few words."""
+        checked = [
+            finding for findings in self.exports.values() for finding in findings if finding.max_error is not None
+        ]
+        engines = ", ".join(dict.fromkeys(finding.engine for finding in checked))
+        if self.wrong:
+            return f"WRONG: {self.wrong[0]}" + (f" (and {len(self.wrong) - 1} more)" if len(self.wrong) > 1 else "")
+        return f"right in {engines}" if engines else "no engine was asked"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from longrope2 import ledger
 from longrope2.console import duration
 from longrope2.errors import LongRopeError
 from longrope2.journal import TIME
-from longrope2.records import RecordError, RunRecord, TrainingSettings, parse
+from longrope2.records import RecordError, RunRecord, TrainingSettings, VerifyRecord, parse
 from longrope2.training.log import read_steps
 
 RECENT = 20
@@ -100,6 +100,9 @@ def _result(folder: Path, stage: str) -> str:
         return _searching(folder / ledger.HISTORY)[1]
     if stage == "train":
         return _training(folder)[1]
+    if stage == "verify":
+        with suppress(LongRopeError, OSError):
+            return VerifyRecord.load(folder / ledger.VERIFIED).verdict
     return str(folder / ledger.PAGE) if stage == "report" else ""
 
 

@@ -87,6 +87,7 @@ def test_every_stage_leaves_its_result(whole):
     verified = json.loads((whole / ledger.VERIFIED).read_text())["exports"]
     assert {finding["mode"]: finding["verdict"] for finding in verified["export/tiny-512"]}["long"] == "right"
     assert {view.state for view in look(whole)} == {"done"}
+    assert look(whole)[-2].text.startswith("right in transformers")
 
 
 def test_recall_documents_are_in_the_plan(whole):
@@ -322,6 +323,27 @@ def test_without_texts_all_but_training_is_done_and_it_can_be_added(place, recip
     assert [note.partition(",")[0] for note in with_texts.notes] == ["search: space paper"]
     with pytest.raises(LongRopeError, match="begun with texts to train on, and this recipe names no"):
         job(place, bare, whole)
+
+
+def test_an_engine_that_is_wrong_ends_in_exit_code_1(place, recipe, whole, capfd, monkeypatch):
+    folder = copy_steps(whole, place / "wrong", ["search", "data", "train", *EVALUATIONS, "export"])
+
+    def ask(engine, _, job):
+        content = engine.probe(job)
+        for answer in content["answers"]:
+            answer["logprobs"] = {token: value - 1 for token, value in answer["logprobs"].items()}
+        return content
+
+    monkeypatch.setattr(verify, "_ask", ask)
+    arguments = ["extend", "--config", str(recipe), "-o", str(folder), "--cache", str(place / "cache"), "--json"]
+    for _ in range(2):  # a second run does nothing, and says the same
+        assert cli.main([*arguments, "--stages", "verify"], standalone_mode=False) == 1
+        printed = capfd.readouterr()
+        wrong = json.loads(printed.out)["wrong"]
+        assert wrong[0].startswith("export/tiny-512 in transformers")
+        assert wrong[0] in printed.err.splitlines()
+    (view,) = (view for view in look(folder) if view.stage == "verify")
+    assert view.text.startswith(f"WRONG: {wrong[0]}")
 
 
 @pytest.fixture

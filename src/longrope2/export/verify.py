@@ -63,8 +63,8 @@ class Verification:
 
     @property
     def wrong(self) -> list[Finding]:
-        """What must not be; engines that are not installed and known limits do not count."""
-        return [finding for finding in self.findings if finding.verdict in ("WRONG", "FAILED")]
+        """What must not be."""
+        return [finding for finding in self.findings if finding.is_wrong]
 
     def table(self) -> Table:
         """One row for each engine and mode, and the notes below."""

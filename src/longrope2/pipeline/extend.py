@@ -64,17 +64,26 @@ class Extended:
     summary: Summary
     page: Path | None
     """Of the stage report, if that shows what there is now."""
+    wrong: tuple[str, ...]
+    """What an engine computes wrongly, a line each; empty as long as nothing was verified."""
 
     @classmethod
     def read(cls, folder: Path) -> "Extended":
         """From what every step has left, in this session or before."""
         data, page = gather(folder), folder / ledger.PAGE
         is_fresh = "report" in data.steps and data.steps["report"].is_done and page.exists()
-        return cls(folder=folder, summary=summarise(data), page=page if is_fresh else None)
+        verified = data.verified if "verify" in data.steps and data.steps["verify"].is_done else None
+        return cls(
+            folder=folder,
+            summary=summarise(data),
+            page=page if is_fresh else None,
+            wrong=tuple(verified.wrong) if verified else (),
+        )
 
     def to_json(self) -> dict[str, Any]:
         """What was measured, as plain values."""
-        return {**self.summary.to_json(), "report": None if self.page is None else str(self.page)}
+        page = None if self.page is None else str(self.page)
+        return {**self.summary.to_json(), "report": page, "wrong": list(self.wrong)}
 
     @property
     def remarks(self) -> list[str]:

@@ -10,7 +10,6 @@ from typing import Any
 
 from longrope2 import ledger
 from longrope2.books import read_books
-from longrope2.console import warn
 from longrope2.data.config import PACKAGE_BOOKS, Mix, RecallConfig, Source
 from longrope2.data.corpus import open_corpus
 from longrope2.data.plan import Plan, read_plan, write_plan
@@ -458,18 +457,16 @@ def _verify(setting: Setting, before: Sequence[Step]) -> Iterator[Step]:
 
 
 def _verified(setting: Setting, config: VerifyConfig, exported: Sequence[str], _: World) -> None:
-    """Keep the engines' answers; a wrong answer is reported, and does not undo the export."""
+    """Keep the engines' answers; wrong ones are reported when all is done, and do not undo the export."""
     found = {}
     for place in exported:
         format: Format = "gguf" if place.endswith(".gguf") else "huggingface"
         fitting = tuple(engine for engine in config.engines if engine.partition("=")[0] in verifiable(format))
         if fitting or not config.engines:
             found[place] = verify(setting.folder / place, VerifyConfig(engines=fitting))
-    record = VerifyRecord(exports={place: result.findings for place, result in found.items()})
-    record.save(setting.folder / ledger.VERIFIED)
-    for place, result in found.items():
-        for finding in result.wrong:
-            warn(f"{place} in {finding.engine}, {finding.mode}: {finding.verdict}. {finding.note}")
+    VerifyRecord(exports={place: result.findings for place, result in found.items()}).save(
+        setting.folder / ledger.VERIFIED
+    )
 
 
 def _report(setting: Setting, before: Sequence[Step]) -> Iterator[Step]:
