@@ -76,7 +76,7 @@ def test_an_evaluation_is_configured_without_torch():
 @pytest.mark.parametrize("module", ["watching", "report.page", "pipeline.recipe", "evaluation.compare"])
 def test_commands_that_only_read_start_at_once(module):
     """watch, report, extend --show-recipe and compare: no torch, and half a second of processor time at most."""
-    code = f"import sys, longrope2.{module}; print(*{{'torch', 'transformers', 'scipy'}} & set(sys.modules))"
+    code = f"import sys, longrope2.{module}; print(*{{'torch', 'transformers', 'scipy', 'numpy'}} & set(sys.modules))"
     seconds = []
     for _ in range(3):
         before = os.times()

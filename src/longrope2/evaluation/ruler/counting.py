@@ -8,8 +8,6 @@ from pathlib import Path
 from random import Random
 from string import ascii_lowercase
 
-import numpy as np
-
 from longrope2.books import read_books
 from longrope2.errors import DataError
 from longrope2.evaluation.ruler.haystack import common_words, read_json
@@ -97,6 +95,8 @@ def frequent_words(
     random = Random(seed)  # noqa: S311
 
     def draft(vocabulary: list[str], num_words: int) -> Draft:
+        import numpy as np
+
         counts = (num_words * (np.arange(1, num_different + 1) ** -2.0) / ZETA_2).astype(int)
         words = [word for word, times in zip(vocabulary, counts.tolist(), strict=True) for _ in range(times)]
         Random(seed).shuffle(words)  # noqa: S311

@@ -4,12 +4,14 @@ from collections.abc import Callable
 from itertools import pairwise
 from random import Random
 from string import ascii_uppercase
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from longrope2.evaluation.ruler.sizing import Draft, Maker, fitting
 from longrope2.evaluation.ruler.tasks import NOISE, VARIABLE_TRACKING
 from longrope2.evaluation.suite import Frame
+
+if TYPE_CHECKING:
+    import numpy as np
 
 HOPS = 4
 EXAMPLE_LENGTH = 500  # tokens
@@ -19,7 +21,7 @@ EXAMPLE_VALUE = "12345"  # replaced in each sample
 class ChainMaker(Maker):
     """Prompts without an example, and the example itself; sizes are lines of noise."""
 
-    def __init__(self, *, name_letters: int, step: int, random: Random, numbers: np.random.RandomState) -> None:
+    def __init__(self, *, name_letters: int, step: int, random: Random, numbers: "np.random.RandomState") -> None:
         self._name_letters, self._random, self._numbers = name_letters, random, numbers
         self.step = step
 
@@ -57,6 +59,8 @@ class TrackingMaker(ChainMaker):
 
     def __init__(self, *, length: int, seed: int, frame: Frame, count_tokens: Callable[[str], int]) -> None:
         random = Random(seed)  # noqa: S311
+        import numpy as np
+
         numbers = np.random.RandomState(seed)
         example = ChainMaker(name_letters=3, step=5, random=random, numbers=numbers)
         draft, _ = next(fitting(example, count_tokens, length=EXAMPLE_LENGTH, new_tokens=0, count=1))

@@ -2,8 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
-
 from longrope2.books import long_enough, read_books
 from longrope2.errors import DataError
 from longrope2.evaluation.engine import EvaluationEngine
@@ -18,6 +16,8 @@ DOCUMENTS = 10
 
 def documents(setup: Setup) -> list[list[int]]:
     """The first tokens of this many books, in seeded order, as many as the longest length."""
+    import numpy as np  # here, so that `compare` starts without it
+
     length, wanted = setup.lengths[0], setup.samples or DOCUMENTS
     if setup.lengths[-1] < 2:
         raise DataError("perplexity needs at least 2 tokens: the first is only read", hint="ask for a greater length")
