@@ -156,6 +156,17 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return inodes
 
 
+def killed_in(folder: Path) -> Path:
+    """What a process leaves that was killed while it wrote a folder of this name: the new one, under way."""
+    code = (
+        "import os, signal, sys; from pathlib import Path; from longrope2.files import atomic_folder\n"
+        "with atomic_folder(Path(sys.argv[1])) as temporary:\n"
+        "    print(temporary, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code, folder], stdout=subprocess.PIPE, text=True, check=False)
+    return Path(ended.stdout.strip())
+
+
 @pytest.fixture(scope="session")
 def published() -> dict[str, list[float]]:
     """Published factor lists: LongRoPE2's LLaMA-3-8B, and Phi-3-mini-128k of April 2024."""

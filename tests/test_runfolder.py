@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import pytest
 
 import longrope2
+from conftest import killed_in
 from longrope2 import describe, ledger
 from longrope2.calibration.calibrate import calibrate
 from longrope2.calibration.config import CalibrationConfig
@@ -174,11 +175,11 @@ def test_other_options_are_refused_and_named(command, given, tmp_path, monkeypat
 def test_what_kills_left_goes_and_what_others_write_stays(tmp_path):
     (tmp_path / "deep").mkdir()
     folder = RunFolder(tmp_path, "search", "searching", ("search.json",))
-    (tmp_path / "deep" / ".f.json.partial-1.json").touch()
+    killed_in(tmp_path / "deep" / "f")
     assert not folder.is_at_work()
     with atomic_path(tmp_path / "deep" / "g.json") as under_way, folder.alone():
         assert folder.is_at_work()
-        assert list((tmp_path / "deep").iterdir()) == [under_way]
+        assert list((tmp_path / "deep").iterdir()) == [under_way.parent]
     assert not folder.is_at_work()
 
 

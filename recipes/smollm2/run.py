@@ -24,7 +24,7 @@ from longrope2.data.config import RecallConfig
 from longrope2.data.plan import plan_documents
 from longrope2.data.recall import write_recall
 from longrope2.evaluation.results import RESULTS
-from longrope2.files import write_json
+from longrope2.files import atomic_folder, write_json
 from longrope2.models import describe, load, load_tokenizer
 from longrope2.records import EvaluationRecord, Results
 from longrope2.training.log import LOG, read_steps
@@ -213,10 +213,9 @@ class Bench:
         folder = self.output / "base-model"
         if not folder.exists():
             loaded = load(self.model, device="cpu", dtype=torch.float32)
-            temporary = folder.with_name("base-model.partial")
-            loaded.model.save_pretrained(temporary)
-            loaded.tokenizer.save_pretrained(temporary)
-            temporary.rename(folder)
+            with atomic_folder(folder) as temporary:
+                loaded.model.save_pretrained(temporary)
+                loaded.tokenizer.save_pretrained(temporary)
         return str(folder)
 
     def factors(self, name: str) -> RescaleFactors:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import sys
 import tempfile
 import time
@@ -21,7 +22,10 @@ if sys.platform != "win32":  # where nobody is kept out
     import fcntl
 
 PARTIAL = ".partial-"
-"""In the names of files under way."""
+"""In the names of the folders that hold what is under way."""
+NEW, OLD, MARK = "new", "old", "mark-"
+"""In such a folder: what is written, what it replaces, and the file by which the folder is known as ours."""
+FULL = (errno.ENOSPC, errno.EDQUOT)
 ATTEMPTS, PAUSE = 5, 0.1
 """How often to try for a lock, and the seconds between."""
 _PLAIN_LIST = re.compile(r"\[\n\s*([^\[\]{}]*?)\n\s*\]")
@@ -29,70 +33,171 @@ _BREAK = re.compile(r"\n\s*")
 
 
 @contextmanager
-def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; it takes the final name only if the block succeeds.
+def atomic_path(path: Path, *, refusal: str = "") -> Iterator[Path]:
+    """Yield a temporary path; what is written there takes the final name only if the block succeeds.
 
-    What kills have left of earlier ones is swept away.
+    With a refusal, which says what the other one is doing, only one process at a time may write the file.
     """
-    with _temporary(path) as temporary:
-        if is_locked(temporary):  # where there are no locks, nobody knows whose the others are
-            sweep(path.parent.glob(f".{glob.escape(path.name)}{PARTIAL}*"))
-        temporary.chmod(0o666 & ~umask())
+    with _under_way(path, refusal) as place:
+        temporary = place / f"{NEW}{path.suffix}"
+        temporary.touch()
         yield temporary
-        with temporary.open("rb") as written:
-            os.fsync(written.fileno())
-        try:
+        _settle(temporary)
+        with _writing(path):
             temporary.replace(path)
-        except OSError as error:
-            raise _unwritable(path, error) from error
-
-
-def sweep(partial: Iterable[Path]) -> None:
-    """Remove what kills have left of files under way: those that no process holds."""
-    for path in partial:
-        with suppress(OSError), path.open("rb") as left:
-            if _locked(left.fileno()):
-                path.unlink()
 
 
 @contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
-    """Yield a folder beside `folder`; it takes the final name, and the old one goes, only if the block succeeds.
+    """Yield a new folder; it takes the final name, and the old one goes, only if the block succeeds.
 
-    What a kill has left of an earlier one is swept away. A link stays one: what it points to is replaced.
+    A link stays one: what it points to is replaced.
     """
     folder = Path(os.path.realpath(folder))  # where resolve raises an error of its own for links in a circle
-    temporary, replaced = (folder.with_name(f".{folder.name}.{state}") for state in ("partial", "replaced"))
-    with only_one(temporary, "another process is writing it", hint="wait for it, or name another place"):
-        try:
-            _bring_back(folder, replaced)
-            shutil.rmtree(replaced, ignore_errors=True)
-            for left in temporary.iterdir():
-                shutil.rmtree(left) if left.is_dir() else left.unlink()
-            yield temporary
-            for file in (file for file in temporary.rglob("*") if file.is_file()):
-                file.chmod(0o666 & ~umask())
-                with file.open("rb") as written:
-                    os.fsync(written.fileno())
+    with _under_way(folder, "another process is writing it", is_folder=True) as place:
+        temporary = place / NEW
+        temporary.mkdir()
+        yield temporary
+        for file in temporary.rglob("*"):
+            if file.is_file():
+                _settle(file)
+        with _writing(folder):
             if folder.exists():
-                folder.rename(replaced)
+                folder.rename(place / OLD)
             temporary.rename(folder)
-            shutil.rmtree(replaced, ignore_errors=True)
-        except BaseException:
-            _bring_back(folder, replaced)
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
 
 
-def _bring_back(folder: Path, replaced: Path) -> None:
-    """Give a folder its name again if somebody was stopped between taking it away and putting the new one there."""
-    if replaced.exists() and not folder.exists():
-        replaced.rename(folder)
+def _settle(file: Path) -> None:
+    """See to it that a file is on disk, and open to those whom the user's new files are open to."""
+    file.chmod(0o666 & ~umask())
+    with file.open("rb") as written:
+        os.fsync(written.fileno())
+
+
+@contextmanager
+def _under_way(path: Path, refusal: str = "", *, is_folder: bool = False) -> Iterator[Path]:
+    """A new folder beside `path` for what will take its name; held while the block lasts, and gone after it.
+
+    Others may write into the folder of `path`, too. So the name cannot be guessed, and nobody else may enter.
+    """
+    with _writing(path):
+        if path.exists() and not (path.is_dir() if is_folder else path.is_file()):
+            # A rename would replace a device or a pipe, and take away a file where a folder is meant.
+            kind = errno.EISDIR if path.is_dir() else errno.ENOTDIR
+            raise OSError(kind, os.strerror(kind) if is_folder or path.is_dir() else "not a regular file")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        held, place = _claimed(path, refusal)
+    with held:
+        try:
+            with naming(path, place / NEW), _noticing_loss(place):
+                yield place
+        finally:
+            _remove(place)
+
+
+def _claimed(path: Path, refusal: str) -> tuple[IO[bytes], Path]:
+    """A new folder and its mark: a locked file whose name is the folder's own inode number.
+
+    By that number a folder that a kill has left is known again. A link, a copy or one from an archive cannot have it.
+    """
+    attempts = 0
+    while True:
+        place = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}{PARTIAL}"))
+        try:
+            mark = place / f"{MARK}{place.stat().st_ino}"
+            held = mark.open("xb")
+        except FileNotFoundError:  # just now another process took it for what a kill has left
+            continue
+        if not _locked(held.fileno()) or not mark.exists():
+            held.close()  # the same, a moment later
+            continue
+        # Where there are no locks, nobody knows whose the others are.
+        others = path.parent.glob(f".{glob.escape(path.name)}{PARTIAL}*") if is_locked(mark) else ()
+        if not sweep(other for other in others if other != place) or not refusal:
+            if sys.platform == "win32":  # which removes no open file
+                held.close()
+            return held, place
+        _remove(place)
+        held.close()
+        attempts += 1
+        if attempts == ATTEMPTS:
+            raise LongRopeError(f"{path}: {refusal}", hint="wait for it, or name another place")
+        time.sleep(PAUSE * (0.5 + os.urandom(1)[0] / 256))  # two that came at once must not meet again
+
+
+def sweep(partial: Iterable[Path]) -> bool:
+    """Remove what kills have left of folders under way; returns whether processes hold others.
+
+    Only what is certainly ours goes: not a link, owned by this user, with the mark of that very folder.
+    """
+    is_any_held = False
+    for place in list(partial):
+        with suppress(OSError), _marked(place) as (folder, mark):
+            if not _locked(mark):
+                is_any_held = True
+            elif sys.platform != "win32" and os.fstat(folder).st_uid == os.geteuid():
+                _clear(place, folder)
+        with suppress(OSError):
+            place.rmdir()  # an empty one: the kill came before it had its mark, or after
+    return is_any_held
+
+
+def _remove(place: Path) -> None:
+    """Remove a folder under way."""
+    if sys.platform == "win32":
+        shutil.rmtree(place, ignore_errors=True)
+    with suppress(OSError), _marked(place) as (folder, _):
+        _clear(place, folder)
+
+
+@contextmanager
+def _marked(place: Path) -> Iterator[tuple[int, int]]:
+    """The handles of a folder under way and of its mark; OSError for a link, a file or any other folder."""
+    if sys.platform == "win32":  # which opens no folders
+        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+    folder = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        mark = os.open(f"{MARK}{os.fstat(folder).st_ino}", os.O_RDWR | os.O_NOFOLLOW, dir_fd=folder)
+        try:
+            yield folder, mark
+        finally:
+            os.close(mark)
+    finally:
+        os.close(folder)
+
+
+def _clear(place: Path, folder: int) -> None:
+    """Remove a folder under way, its mark last; what was about to be replaced gets its name back first."""
+    if {NEW, OLD} <= set(os.listdir(folder)):
+        target = place.with_name(place.name[1:].rpartition(PARTIAL)[0])
+        if os.path.lexists(target):
+            return  # something else has taken the name: neither may go
+        os.rename(OLD, target, src_dir_fd=folder)
+    for name in sorted(os.listdir(folder), key=lambda name: name.startswith(MARK)):
+        if stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+            shutil.rmtree(name, dir_fd=folder)
+        else:
+            os.unlink(name, dir_fd=folder)
+    place.rmdir()
+
+
+@contextmanager
+def naming(path: Path, temporary: Path | None = None) -> Iterator[None]:
+    """Have errors of the system name this file: those of a full disk name none, and others its temporary name."""
+    try:
+        yield
+    except OSError as error:
+        name = error.filename if isinstance(error.filename, str) else ""
+        if error.errno in FULL and not name:
+            error.filename = str(path)
+        elif temporary is not None and name.startswith(str(temporary)):
+            error.filename = f"{path}{name.removeprefix(str(temporary)).removeprefix(path.suffix)}"
+        raise
 
 
 def umask() -> int:
     """What new files of the user are denied: mkstemp and safetensors make private ones, which an artefact is not."""
-    mask = os.umask(0)
+    mask = os.umask(0o077)  # until the next line: other threads may make files
     os.umask(mask)
     return mask
 
@@ -100,7 +205,7 @@ def umask() -> int:
 def check_writable(path: Path) -> None:
     """Refuse a file that could not be written, before the work whose result it is to hold."""
     is_new = not path.parent.exists()
-    with _temporary(path):
+    with _under_way(path):
         pass
     if is_new:
         with suppress(OSError):  # somebody else is at work there
@@ -108,44 +213,30 @@ def check_writable(path: Path) -> None:
 
 
 @contextmanager
-def _temporary(path: Path) -> Iterator[Path]:
-    """An empty file beside `path`, whose folder is made where it is missing; locked, and gone in the end."""
+def _writing(path: Path) -> Iterator[None]:
+    """Report an error of the system as one of writing to this path."""
     try:
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = _locked_file(path)
+        yield
     except OSError as error:
-        raise _unwritable(path, error) from error
-    with handle:
-        if sys.platform == "win32":  # which renames no open file
-            handle.close()
-        try:
-            yield temporary
-        finally:
-            temporary.unlink(missing_ok=True)
-
-
-def _locked_file(path: Path) -> tuple[IO[bytes], Path]:
-    while True:
-        number, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}{PARTIAL}", suffix=path.suffix)
-        handle = os.fdopen(number, "r+b")
-        if _locked(number) and Path(name).exists():
-            return handle, Path(name)
-        handle.close()  # just now somebody who writes the same file took it for what a kill has left
-
-
-def _unwritable(path: Path, error: OSError) -> LongRopeError:
-    reason = error.strerror or str(error)
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return LongRopeError(f"{path}: cannot be written ({reason})", hint="free some space, or write elsewhere")
-    return LongRopeError(f"{path}: cannot be written ({reason})", hint="give another path, or make this one writable")
+        hint = "free some space, or write elsewhere"
+        if error.errno not in FULL:
+            hint = "give another path, or make this one writable"
+        raise LongRopeError(f"{path}: cannot be written ({error.strerror or error})", hint=hint) from error
 
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file atomically."""
     with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def open_to_append(path: Path, *, buffering: int = -1) -> IO[str]:
+    """Open a text file for more lines, never through a link; a pipe is refused instead of waited for."""
+
+    def opened(name: str, flags: int) -> int:
+        return os.open(name, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o666)
+
+    return open(path, "a", buffering, encoding="utf-8", opener=opened)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -168,22 +259,17 @@ def only_one(
     if folder is None or sys.platform == "win32":
         yield
         return
-    try:
+    with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder / file, os.O_RDWR | os.O_CREAT, 0o666) if file else os.open(folder, os.O_RDONLY)
-    except OSError as error:
-        raise _unwritable(folder, error) from error
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW  # through a link, the file would be made elsewhere
+        handle = os.open(folder / file, flags, 0o666) if file else os.open(folder, os.O_RDONLY)
     try:
         for _ in range(ATTEMPTS):
             if _locked(handle):
                 try:
-                    yield
-                except BaseException as error:
-                    if _has_lost(error, folder):
-                        raise LongRopeError(
-                            f"{folder}: removed while this was at work there ({error})",
-                            hint="run the same command again: it begins anew",
-                        ) from error
+                    with _noticing_loss(folder):
+                        yield
+                except BaseException:
                     with suppress(OSError):
                         if not file:  # a folder of this work alone, and nothing may have come into it
                             folder.rmdir()
@@ -195,17 +281,28 @@ def only_one(
     raise LongRopeError(f"{folder}: {refusal}", hint=hint)
 
 
-def _has_lost(error: BaseException, folder: Path) -> bool:
-    """Whether something failed because somebody removed the folder that it was at work in."""
-    if not isinstance(error, FileNotFoundError) or not isinstance(error.filename, str | bytes) or folder.exists():
-        return False
-    return Path(os.fsdecode(error.filename)).absolute().is_relative_to(folder.absolute())
+@contextmanager
+def _noticing_loss(folder: Path) -> Iterator[None]:
+    """Report what fails because somebody removed the folder that it was at work in."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        if not isinstance(error.filename, str | bytes) or folder.exists():
+            raise
+        if not Path(os.fsdecode(error.filename)).absolute().is_relative_to(folder.absolute()):
+            raise
+        raise LongRopeError(
+            f"{folder}: removed while this was at work there ({error})",
+            hint="run the same command again: it begins anew",
+        ) from error
 
 
 def is_locked(path: Path) -> bool:
     """Whether a process holds this file, or folder, for itself right now."""
+    if sys.platform == "win32":
+        return False
     try:
-        handle = os.open(path, os.O_RDONLY)
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for its other end
     except OSError:
         return False  # nobody ever was there
     try:

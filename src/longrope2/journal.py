@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from longrope2.errors import LongRopeError
+from longrope2.files import naming, open_to_append
 from longrope2.records import RecordError
 from longrope2.runfolder import require_same
 
@@ -42,7 +43,7 @@ class JournalFile:
             if path.exists() and path.stat().st_size:
                 self._read(path, header)
             # Line-buffered: each line is handed to the system at once and survives a kill.
-            self._file = path.open("a", encoding="utf-8", buffering=1)
+            self._file = open_to_append(path, buffering=1)
         except OSError as error:
             raise JournalError(
                 f"{path}: cannot be read or written ({error.strerror})", hint=f"{self.verb} into another folder"
@@ -61,7 +62,8 @@ class JournalFile:
 
     def _write(self, entry: dict[str, Any]) -> None:
         if self._file is not None:
-            self._file.write(json.dumps(entry, ensure_ascii=False, allow_nan=False) + "\n")
+            with naming(Path(self._file.name)):
+                self._file.write(json.dumps(entry, ensure_ascii=False, allow_nan=False) + "\n")
 
     def sync(self) -> None:
         """Make sure that everything is on disk, where it survives a power cut too, and the time that it took."""
@@ -70,8 +72,9 @@ class JournalFile:
                 now = time.monotonic()
                 self._write({"type": TIME, "seconds": now - self._told})
                 self._told, self._has_news = now, False
-            self._file.flush()
-            os.fsync(self._file.fileno())
+            with naming(Path(self._file.name)):
+                self._file.flush()
+                os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Sync, and write no more."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from longrope2.errors import LongRopeError
+from longrope2.files import atomic_path
 from longrope2.records import RecordError, RunRecord, StepRecord
 from longrope2.runfolder import RunFolder
 
@@ -144,7 +145,9 @@ def keep_damaged(folder: Path) -> Path | None:
     try:
         read_ledger(folder)
     except RecordError:
-        return Path(shutil.copyfile(folder / LEDGER, folder / DAMAGED))
+        with atomic_path(folder / DAMAGED) as copy:
+            shutil.copyfile(folder / LEDGER, copy)
+        return folder / DAMAGED
     return None
 
 

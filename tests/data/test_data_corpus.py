@@ -29,7 +29,7 @@ from longrope2.data.corpus import (
 )  # fmt: skip
 from longrope2.data.sources import content_bytes
 from longrope2.errors import DataError, LongRopeError, MissingExtraError
-from longrope2.files import only_one
+from longrope2.files import atomic_path
 from longrope2.models import ASSETS
 
 TEXTS = ["the cat sat", "", "on a mat and saw one dog", "the dog", "cat cat cat <s> cat"]
@@ -205,8 +205,8 @@ corpus.tokenise(Source(path=source), AutoTokenizer.from_pretrained(tokenizer), P
 
 def test_two_processes_do_not_tokenise_one_source_at_once(tmp_path, tiny):
     source = write_source(tmp_path / "s", "jsonl")
-    name = f".{corpus_key(source, tiny)}.partial"
-    with only_one(tmp_path, "", file=name), pytest.raises(LongRopeError, match="another process is tokenising"):
+    writing = atomic_path(tmp_path / f"{corpus_key(source, tiny)}.arrow")
+    with pytest.raises(LongRopeError, match="another process is tokenising"), writing:
         tokenise(source, tiny, tmp_path)
 
 

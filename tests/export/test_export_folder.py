@@ -418,8 +418,9 @@ class TestOutput:
         os.kill(child.pid, signal.SIGKILL)
         child.wait()
         assert (tmp_path / "e" / "config.json").read_text() == "old"
-        assert sorted(file.name for file in tmp_path.iterdir()) == [".e.partial", "e"]
-        (tmp_path / ".e.partial" / "templates").mkdir()  # as of a tokenizer with several
+        left, _ = sorted(tmp_path.iterdir())
+        assert left.name.startswith(".e.partial-")
+        (left / "new" / "templates").mkdir()  # as of a tokenizer with several
         with atomic_folder(tmp_path / "e") as folder:
             assert not list(folder.iterdir())
             (folder / "config.json").write_text("newer")
@@ -434,14 +435,14 @@ class TestOutput:
         assert sorted(file.stat().st_ino for file in files) == sorted(synced)
 
     def test_stopped_between_the_old_folder_and_the_new_one(self, tmp_path, monkeypatch):
-        folder, aside = tmp_path / "e", tmp_path / ".e.replaced"
+        folder = tmp_path / "e"
         folder.mkdir()
         (folder / "config.json").write_text("old")
         rename = Path.rename
 
         def interrupted(path, target):
             rename(path, target)
-            if target == aside:
+            if Path(target).name == "old":
                 raise KeyboardInterrupt
 
         monkeypatch.setattr(Path, "rename", interrupted)
@@ -449,7 +450,13 @@ class TestOutput:
             pass
         monkeypatch.undo()
         assert [file.name for file in tmp_path.iterdir()] == ["e"]
-        folder.rename(aside)  # as a kill leaves it
+        code = (
+            "import os, sys; from pathlib import Path; from longrope2.files import atomic_folder\n"
+            "with atomic_folder(Path(sys.argv[1])):\n"
+            "    Path.rename = lambda path, target: (os.rename(path, target), os.kill(os.getpid(), 9))"
+        )
+        assert subprocess.run([sys.executable, "-c", code, folder]).returncode == -signal.SIGKILL
+        assert not folder.exists()
         with pytest.raises(KeyboardInterrupt), atomic_folder(folder):
             raise KeyboardInterrupt
         assert [file.name for file in tmp_path.iterdir()] == ["e"]

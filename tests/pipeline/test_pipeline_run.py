@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 from pipeline_samples import start, write_recipe
 
+from conftest import killed_in
 from longrope2 import describe, export_model, extend, ledger, load, train
 from longrope2.cli import cli
 from longrope2.console import roughly
@@ -453,9 +454,7 @@ def test_killed_again_and_again_it_ends_with_the_same(place, recipe, whole, capf
         assert entry.state == "running", "the kill came too late"
         assert {view.stage: view.state for view in look(folder)}[step.partition("/")[0]] == "interrupted"
     capfd.readouterr()
-    left = folder / "report/.needles.png.partial-1.png"  # a kill while it was drawn; no process holds it
-    left.parent.mkdir(exist_ok=True)
-    left.touch()
+    left = killed_in(folder / "report" / "needles")
     arguments = ["extend", "--config", str(recipe), "-o", str(folder), "--cache", str(place / "cache")]
     cli.main([*arguments, *stages], standalone_mode=False)
     printed = capfd.readouterr()

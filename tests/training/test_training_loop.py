@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from conftest import family_model
+from conftest import family_model, killed_in
 from longrope2.data.loader import IGNORED_LABEL
 from longrope2.distributed import World
 from longrope2.errors import LongRopeError
@@ -54,7 +54,7 @@ def run(folder, *, steps=6, stop_after=None, rows=row, here=ALONE, **options):
         results = train_loop(model, make_factors(model), rows, config, folder, here, report=report)
     except BrokenOff:
         end = time.monotonic() + 20
-        while list(folder.glob("checkpoints/.step-*.partial")) and time.monotonic() < end:
+        while list(folder.glob("checkpoints/.step-*.partial-*")) and time.monotonic() < end:
             time.sleep(0.02)  # the checkpoint under way is written in the background
     return model, results
 
@@ -199,11 +199,25 @@ def test_a_half_written_checkpoint_does_not_count(tmp_path):
     whole, _ = run(tmp_path / "whole")
     run(tmp_path / "parts", stop_after=3)
     folder = tmp_path / "parts" / "checkpoints"
-    shutil.copytree(folder / "step-00000002", folder / ".step-00000004.partial")
-    shutil.copytree(folder / "step-00000002", folder / ".step-00000003.partial")
+    for step in ("step-00000003", "step-00000004"):
+        shutil.copytree(folder / "step-00000002", killed_in(folder / step), dirs_exist_ok=True)
     resumed, _ = run(tmp_path / "parts")
     assert_same(weights(whole), weights(resumed))
     assert not list(folder.glob(".*"))
+
+
+def test_planted_links_and_folders_are_not_taken_for_half_a_checkpoint(tmp_path):
+    folder = tmp_path / "checkpoints"
+    for name in ("victim", ".step-00000002.partial", ".step-00000002.partial-1"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "thesis.txt").write_text("mine")
+    for name in (".step-00000004.partial", ".step-00000004.partial-1"):
+        (folder / name).symlink_to(folder / "victim")
+    before = {path: path.read_text() for path in folder.rglob("thesis.txt")}
+    run(tmp_path, steps=4)
+    assert (folder / "step-00000004").is_dir()
+    assert {path: path.read_text() for path in before} == before
+    assert [path.name for path in (folder / "victim").iterdir()] == ["thesis.txt"]
 
 
 def test_a_loss_that_breaks_stops_the_run_and_keeps_the_checkpoint(tmp_path):

@@ -5,7 +5,6 @@ Also what a tokenizer puts around a document.
 
 import hashlib
 import json
-import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from longrope2.console import ProgressLine, say
 from longrope2.data.config import Source
 from longrope2.data.sources import content_bytes, content_identity, read_documents
 from longrope2.errors import DataError, require
-from longrope2.files import only_one, package_versions
+from longrope2.files import atomic_path, package_versions
 from longrope2.records import CorpusRecord, Marks
 
 if TYPE_CHECKING:
@@ -195,16 +194,10 @@ def _record(key: str, cache: Path) -> CorpusRecord:
 
 
 def _write(source: Source, tokenizer: "PreTrainedTokenizerBase", key: str, cache: Path) -> None:
-    # One name each time: these files are large, and what a kill left of one is written over.
-    partial = cache / f".{key}.partial"
-    with only_one(cache, f"another process is tokenising {source.label} there", file=partial.name):
-        try:
-            documents, tokens = _write_arrow(source, tokenizer, partial)
-            size, checksum = partial.stat().st_size, _checksum(partial)
-            partial.replace(cache / f"{key}.arrow")
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
+    refusal = f"another process is tokenising {source.label} there"
+    with atomic_path(cache / f"{key}.arrow", refusal=refusal) as partial:
+        documents, tokens = _write_arrow(source, tokenizer, partial)
+        size, checksum = partial.stat().st_size, _checksum(partial)
     # Written last: a kill before this line leaves an Arrow file that is not taken for complete.
     CorpusRecord(
         source=source.label,
@@ -226,22 +219,19 @@ def _write_arrow(source: Source, tokenizer: "PreTrainedTokenizerBase", path: Pat
     )
     documents = tokens = 0
     progress = _Progress(source)
-    with path.open("wb") as file:
-        with arrow.ipc.new_file(file, schema) as writer:
-            for books in _batched(read_documents(source)):
-                encoded = encode([book.text for book in books])
-                offsets = np.cumsum([0, *map(len, encoded)], dtype=np.int32)
-                values = np.concatenate([np.asarray(ids, dtype=np.int32) for ids in encoded])
-                columns = [
-                    arrow.ListArray.from_arrays(arrow.array(offsets), arrow.array(values)),
-                    arrow.array([book.title for book in books], arrow.string()),
-                    arrow.array([book.source for book in books], arrow.string()),
-                ]
-                writer.write_batch(arrow.record_batch(columns, schema=schema))
-                documents, tokens = documents + len(books), tokens + len(values)
-                progress.update(books, documents, tokens)
-        file.flush()
-        os.fsync(file.fileno())
+    with path.open("wb") as file, arrow.ipc.new_file(file, schema) as writer:
+        for books in _batched(read_documents(source)):
+            encoded = encode([book.text for book in books])
+            offsets = np.cumsum([0, *map(len, encoded)], dtype=np.int32)
+            values = np.concatenate([np.asarray(ids, dtype=np.int32) for ids in encoded])
+            columns = [
+                arrow.ListArray.from_arrays(arrow.array(offsets), arrow.array(values)),
+                arrow.array([book.title for book in books], arrow.string()),
+                arrow.array([book.source for book in books], arrow.string()),
+            ]
+            writer.write_batch(arrow.record_batch(columns, schema=schema))
+            documents, tokens = documents + len(books), tokens + len(values)
+            progress.update(books, documents, tokens)
     if tokens == 0:
         raise DataError(
             f"source {source.label!r}: {documents} documents, no token in any",

@@ -11,7 +11,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from longrope2.console import warn
 from longrope2.distributed import World
 from longrope2.errors import LongRopeError
+from longrope2.files import PARTIAL, atomic_folder, sweep
 from longrope2.records import CheckpointRecord, RecordError
 
 FOLDER = "checkpoints"
@@ -51,13 +52,12 @@ class Checkpoints:
         """Begin to write the state after a step; the checkpoint before is finished first."""
         self.finish()
         final = self._folder / step_name(record.step)
-        temporary = _partial(final)
+        writing, temporary = ExitStack(), None
         if self._here.is_main:
-            for leftover in self._folder.glob(".step-*.partial"):  # of a run that was killed
-                shutil.rmtree(leftover, ignore_errors=True)
+            sweep(self._folder.glob(f".step-*{PARTIAL}*"))  # of a run that was killed
             with _disk_errors(final):
-                temporary.mkdir(parents=True)
-        self._here.gather(None)
+                temporary = writing.enter_context(atomic_folder(final))
+        temporary = self._here.gather(temporary)[0]
         weights, moments = get_state_dict(model, optimizer)
         future = async_save(
             {"model": weights, "optimizer": moments},
@@ -66,7 +66,7 @@ class Checkpoints:
             no_dist=self._group is None,
         )
         assert isinstance(future, Future)
-        completed = self._writer.submit(self._complete, future, temporary, final, record)
+        completed = self._writer.submit(self._complete, future, writing, temporary, record)
         self._pending = (completed, final)
 
     def finish(self) -> None:
@@ -78,15 +78,13 @@ class Checkpoints:
             completed.result()
         self._here.gather(None)
 
-    def _complete(self, shards: "Future[Any]", temporary: Path, final: Path, record: CheckpointRecord) -> None:
+    def _complete(self, shards: "Future[Any]", writing: ExitStack, temporary: Path, record: CheckpointRecord) -> None:
         """In the background: when all shards are there, name the checkpoint and remove old ones."""
-        shards.result()
-        if not self._here.is_main:  # the main process's shards are done when everybody's are
-            return
-        # Every file is on disk by now: DCP and `save` see to that.
-        replace(record, files=_checksums(temporary)).save(temporary / RECORD)
-        shutil.rmtree(final, ignore_errors=True)
-        temporary.rename(final)
+        with writing:
+            shards.result()
+            if not self._here.is_main:  # the main process's shards are done when everybody's are
+                return
+            replace(record, files=_checksums(temporary)).save(temporary / RECORD)
         self._remove_old(record.step)
 
     def load_latest(self, model: nn.Module, optimizer: Optimizer) -> CheckpointRecord | None:
@@ -138,15 +136,10 @@ def _disk_errors(final: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, CheckpointException) as error:
-        shutil.rmtree(_partial(final), ignore_errors=True)  # it would only keep the disk full
         raise LongRopeError(
             f"{final}: the checkpoint cannot be written ({_cause(error)})",
             hint="free some space and start again; the checkpoint before it is untouched",
         ) from error
-
-
-def _partial(final: Path) -> Path:
-    return final.with_name(f".{final.name}.partial")
 
 
 def _cause(error: BaseException) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from longrope2.console import ProgressLine, say
 from longrope2.errors import MissingExtraError
-from longrope2.files import write_text
+from longrope2.files import naming, open_to_append, write_text
 from longrope2.records import NeedleLine, RecordError, StepLine, Table, TrainingRecord, TrainingSettings, as_json, parse
 from longrope2.training.config import ResolvedConfig
 
@@ -75,12 +75,13 @@ class LogFile:
         """Drop what belongs to later steps, and the line that a kill cut off; a run that starts again drops all."""
         kept = [line for line in read_log(self._path) if step and line.step <= step]
         write_text(self._path, "".join(_line(line) for line in kept))
-        self._file = self._path.open("a", encoding="utf-8")
+        self._file = open_to_append(self._path)
 
     def write(self, line: LogLine) -> None:
         """Add a line."""
-        self._file.write(_line(line))
-        self._file.flush()
+        with naming(self._path):
+            self._file.write(_line(line))
+            self._file.flush()
 
     def close(self) -> None:
         """Close the file, if it was opened."""
