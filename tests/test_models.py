@@ -20,8 +20,16 @@ from conftest import family_config, family_model
 from longrope2.errors import MissingExtraError, ModelError
 from longrope2.gguf_model import GGUFModel
 from longrope2.methods import rescale
-from longrope2.models import ASSETS, check_factors, describe, load, load_tokenizer, rescale_model, weights_fingerprint
-from longrope2.training.estimate import skeleton
+from longrope2.models import (
+    ASSETS,
+    check_factors,
+    describe,
+    load,
+    load_tokenizer,
+    rescale_model,
+    skeleton,
+    weights_fingerprint,
+)
 
 gguf = pytest.importorskip("gguf")
 
@@ -205,9 +213,9 @@ class TestFolders:
 
     def test_a_config_that_transformers_refuses_is_one_clear_error(self, llama_folder, tmp_path):
         shutil.copytree(llama_folder, tmp_path / "m")
-        _edit(tmp_path / "m", intermediate_size="x")
+        _edit(tmp_path / "m", rms_norm_eps="x")
         for read in (load, lambda folder: load_tokenizer(describe(folder))):
-            with pytest.raises(ModelError, match=r"cannot read its config .*intermediate_size.*expected int"):
+            with pytest.raises(ModelError, match=r"cannot read its config .*rms_norm_eps.*expected float"):
                 read(tmp_path / "m")
 
     def test_weights_that_may_not_be_read(self, llama_folder, monkeypatch):

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from longrope2.errors import DataError, require
+from longrope2.files import bounded_lines
 from longrope2.records import Kind, parse
 
 KINDS = "a folder of .txt files, a .txt, .jsonl, .jsonl.gz or .parquet file, or a hub dataset as owner/name:split"
 FILE_SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
+MOST_TEXT_BYTES = 1 << 30
 TITLE_COLUMNS = ("title", "short_book_title", "name")
 HUB_ID = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<split>\w[\w.-]*))?", re.ASCII)
 
@@ -160,6 +162,8 @@ def _read_package(held_out: bool | None) -> Iterator[Book]:
 
 def _read_text_file(path: Path) -> Book:
     try:
+        if (size := path.stat().st_size) > MOST_TEXT_BYTES:
+            raise DataError(f"{path}: {size:,} bytes are too many for one text", hint="split it into several files")
         text = _decode(path.read_bytes(), str(path))
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})", hint="check its permissions") from error
@@ -174,11 +178,11 @@ def read_jsonl(
     try:
         # Read as bytes, so that a line that is not UTF-8 can be named.
         with opener(path, "rb") as lines:
-            for number, line in enumerate(lines, start=1):
+            for number, line in enumerate(bounded_lines(lines), start=1):
                 if line.strip():
                     where = f"{path}, line {number}"
                     yield where, parse(kind, _decode(line, where).encode(), where, hint=hint)
-    except (OSError, EOFError, zlib.error) as error:
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         raise DataError(f"{path}: cannot be read ({error})", hint="check that the file is whole") from error
 
 
@@ -237,11 +241,6 @@ def _book(title: str, text: str, source: str) -> Book:
     """A book whose text any tokenizer will take."""
     if "\0" in text:
         raise DataError(f"{source}: not text: it contains NUL characters", hint="give plain text in UTF-8")
-    try:
-        # JSON can spell half a character (a lone surrogate), on which tokenizers fail much later.
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise DataError(f"{source}: not valid Unicode ({error})", hint="give plain text in UTF-8") from error
     return Book(title=title, text=text, source=source)
 
 

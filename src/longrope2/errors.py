@@ -2,9 +2,11 @@
 
 import difflib
 import importlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 
+LONGEST_REASON = 400
 MOST_LISTED = 40
 """Names that a hint lists before it only counts them."""
 
@@ -42,6 +44,23 @@ class DataError(LongRopeError):
 
 class MissingExtraError(LongRopeError):
     """A feature needs a package that is not installed."""
+
+
+@contextmanager
+def damage(subject: str, *, hint: str, kind: type[LongRopeError] = ModelError) -> Iterator[None]:
+    """Report what a library raises for a file that is damaged or hostile, which may be anything."""
+    try:
+        yield
+    except LongRopeError:
+        raise
+    except Exception as error:
+        raise kind(f"{subject} ({first_line(error)})", hint=hint) from error
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, without what follows in further lines, or goes on for ever."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:LONGEST_REASON] if lines else type(error).__name__
 
 
 def all_problems(subject: str, problems: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from longrope2.errors import FactorsError, all_problems
-from longrope2.files import write_json
+from longrope2.files import read_json, write_json
 from longrope2.rope import RopeSpec
 
 FILE_FORMAT = "longrope2.factors"
@@ -171,7 +171,7 @@ class RescaleFactors:
         """Read a factors file and, given a spec, check that it was made for that RoPE."""
         path = Path(path)
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = read_json(path)
         except FileNotFoundError:
             raise FactorsError(f"{path}: no such file", hint=MAKE_FACTORS) from None
         except UnicodeDecodeError as error:
@@ -183,6 +183,8 @@ class RescaleFactors:
                 f"{path}: not valid JSON at line {error.lineno}, column {error.colno} ({error.msg})",
                 hint="the file may be cut short; copy it again, or make the factors again",
             ) from error
+        except ValueError as error:
+            raise FactorsError(f"{path}: not valid JSON ({error})", hint=MAKE_FACTORS) from error
         factors = cls.from_json(content, source=str(path))
         if spec is not None:
             factors.check_fits(spec)

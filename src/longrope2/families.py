@@ -10,7 +10,7 @@ from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from longrope2.errors import ModelError
+from longrope2.errors import ModelError, all_problems, damage
 from longrope2.methods import longrope_temperature, ntk_by_parts, yarn, yarn_temperature
 from longrope2.rope import RopeSpec
 
@@ -149,6 +149,19 @@ WITHOUT_ROPE = {
     "mamba", "mamba2", "rwkv", "ctrl", "xglm", "biogpt",
 }  # fmt: skip
 
+COPY_AGAIN = "copy or download config.json again"
+LIMITS: Mapping[str, int] = {
+    **dict.fromkeys(("num_hidden_layers", "max_window_layers"), 1 << 10),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), 1 << 12),
+    **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), 1 << 12),
+    "hidden_size": 1 << 18,
+    **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"), 1 << 20),
+    "vocab_size": 1 << 24,
+    **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings", "sliding_window"), 1 << 27),
+}
+"""The most that a model plausibly has, an order of magnitude above the largest known. Lists and tensors of these sizes
+are made later, so a damaged or hostile config.json is refused before."""
+
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 LONG_MSCALE, SHORT_MSCALE = "long_mscale", "short_mscale"
 """The attention factor of each side, as vLLM and SGLang call it; transformers has only one, for both."""
@@ -209,13 +222,37 @@ def read_config(config: Mapping[str, Any], *, original_length: int | None = None
             f"this {family} model attends to later tokens, too: it embeds texts, and writes none",
             hint="give a causal language model",
         )
-    try:
+    check_plausible(config)
+    # Much of what should be a number, and is a text, a list, zero or negative, shows only where it is used.
+    with damage(_unusable(config), hint=COPY_AGAIN):
         return _read(config, family, original_length)
-    # Much of what a number should be, and is a text, a list, zero or negative, shows only where it is reckoned with.
-    except (ValueError, TypeError, ArithmeticError) as error:
-        raise ModelError(
-            f"the config of this {family} model is not usable: {error}", hint="copy or download config.json again"
-        ) from error
+
+
+def check_plausible(config: Mapping[str, Any], subject: str = "") -> None:
+    """Refuse sizes that no model has, and values that transformers would stumble over; names all of them."""
+    found = [
+        f"{key} must be a positive integer of at most {most:,}, got {_shown(config[key])}"
+        for key, most in LIMITS.items()
+        if config.get(key) not in (None, 0) and not _is_count(config[key], most)
+    ]
+    for key, value in config.items():
+        ids = value if isinstance(value, list) else [value]
+        if key.endswith("_token_id") and not all(
+            id in (None, -1, 0) or _is_count(id, LIMITS["vocab_size"]) for id in ids
+        ):
+            found.append(f"{key} must be the number of a token, got {_shown(value)}")
+    if not isinstance(config.get("auto_map", {}), Mapping | None):
+        found.append(f"auto_map must be an object, got {_shown(config['auto_map'])}")
+    kinds, count = config.get("layer_types"), config.get("num_hidden_layers")
+    if isinstance(kinds, list) and isinstance(count, int) and len(kinds) != count:
+        found.append(f"layer_types names {len(kinds):,} layers, num_hidden_layers is {_shown(count)}")
+    if found:
+        hint = "copy or download it again" if subject else COPY_AGAIN
+        raise ModelError(all_problems(subject or _unusable(config), found), hint=hint)
+
+
+def _unusable(config: Mapping[str, Any]) -> str:
+    return f"the config of this {config.get('model_type')} model is not usable"
 
 
 def _read(config: Mapping[str, Any], family: str, original_length: int | None) -> RopeReading:
@@ -223,7 +260,10 @@ def _read(config: Mapping[str, Any], family: str, original_length: int | None) -
     layer_types, sliding_window = _layers(config, defaults)
     parameters = _rope_parameters(config, defaults)
     head_dim = _head_dim(config, defaults)
-    rotary_dim = int(head_dim * float(parameters["partial_rotary_factor"]))
+    partial = float(parameters["partial_rotary_factor"])
+    if not 0 < partial <= 1:
+        raise ValueError(f"partial_rotary_factor must be above 0 and at most 1, got {partial}")
+    rotary_dim = int(head_dim * partial)
     window = _positive_int(config, "max_position_embeddings", defaults.window)
     method = parameters["rope_type"]
     remarks = []
@@ -414,6 +454,14 @@ def _layers(config: Mapping[str, Any], defaults: Family) -> tuple[tuple[str, ...
 
 def _positive_int(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
     value = config.get(key, default)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{key} must be a positive integer, got {value!r}")
-    return value
+    if not _is_count(value, LIMITS[key]):
+        raise ValueError(f"{key} must be a positive integer, got {_shown(value)}")
+    return int(value)
+
+
+def _is_count(value: Any, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= most
+
+
+def _shown(value: Any) -> str:
+    return repr(value)[:40]

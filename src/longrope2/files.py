@@ -2,7 +2,9 @@
 
 import errno
 import glob
+import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -30,6 +32,9 @@ ATTEMPTS, PAUSE = 5, 0.1
 """How often to try for a lock, and the seconds between."""
 _PLAIN_LIST = re.compile(r"\[\n\s*([^\[\]{}]*?)\n\s*\]")
 _BREAK = re.compile(r"\n\s*")
+MOST_BYTES, MOST_LEVELS = 1 << 28, 100
+"""Of a JSON file, or of a line of JSON: more is not read."""
+_LARGE, _SURROGATE = re.compile(r"\d{19}|[eE]\+?\d{3}"), re.compile(r"\\u[dD][89a-fA-F]")
 
 
 @contextmanager
@@ -245,6 +250,76 @@ def write_json(path: Path, value: Any) -> None:
     # A number a line makes lists that nobody reads; a line break stands between values only, never within a string.
     text = _PLAIN_LIST.sub(lambda found: f"[{_BREAK.sub(' ', found[1])}]", text)
     write_text(path, text + "\n")
+
+
+def read_json(path: Path, *, lenient: bool = False) -> Any:
+    """The content of a JSON file; OSError where it cannot be read, ValueError as `parse_json`."""
+    if (size := path.stat().st_size) > MOST_BYTES:
+        raise ValueError(f"{size:,} bytes, at most {MOST_BYTES:,} expected")
+    return parse_json(path.read_bytes(), lenient=lenient)
+
+
+def bounded_lines(file: IO[bytes]) -> Iterator[bytes]:
+    """The lines of a file; ValueError for one that no text has, before it fills the memory."""
+    for number in itertools.count(1):
+        line = file.readline(MOST_BYTES + 1)
+        if len(line) > MOST_BYTES:
+            raise ValueError(f"line {number:,} has more than {MOST_BYTES:,} bytes")
+        if not line:
+            return
+        yield line
+
+
+def parse_json(text: bytes | str, *, lenient: bool = False) -> Any:
+    """JSON that may be damaged or hostile; ValueError says in one line what is wrong.
+
+    Refused is also what Python reads, but stumbles over later: deep nesting, half a character, and, unless `lenient` as
+    files of models need it, NaN and integers of more than 64 bits.
+    """
+    if isinstance(text, bytes):
+        text = text.decode("utf-8-sig")
+    try:
+        if lenient:
+            value = json.loads(text)
+        else:
+            # In Python, so only where a number may be too large.
+            numbers: dict[str, Any] = {"parse_int": _integer, "parse_float": _real} if _LARGE.search(text) else {}
+            value = json.loads(text, parse_constant=_real, **numbers)
+        if text.count("[") + text.count("{") > MOST_LEVELS and _is_deeper(value, MOST_LEVELS):
+            raise RecursionError
+        if _SURROGATE.search(text):
+            json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError:
+        raise ValueError(f"nested more than {MOST_LEVELS} levels deep") from None
+    except UnicodeEncodeError as error:
+        raise ValueError(f"half a character ({error.object[error.start]!a})") from None
+    return value
+
+
+def _real(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is not a number that JSON has")
+    return value
+
+
+def _integer(text: str) -> int:
+    value = int(text)
+    if value.bit_length() > 64:
+        raise ValueError(f"an integer of {len(text)} digits")
+    return value
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    inside = [value]
+    for _ in range(levels):
+        inside = [
+            item
+            for outer in inside
+            if isinstance(outer, dict | list)
+            for item in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+    return any(isinstance(item, dict | list) for item in inside)
 
 
 @contextmanager

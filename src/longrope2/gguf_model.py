@@ -5,13 +5,13 @@ keeps them half a head apart. Reading undoes that permutation and dequantises to
 """
 
 import copy
-import json
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longrope2.errors import ModelError, require
+from longrope2.errors import ModelError, damage, require
 from longrope2.factors import RescaleFactors
+from longrope2.files import parse_json
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,6 +21,9 @@ ARCHITECTURE = "llama"
 AGAIN = "the file may be cut short; download it, or export it, again"
 FACTORS_KEY = "longrope2.factors"
 """Where our own exports keep their factors in full: the file's tensors are float32, with one attention factor."""
+
+MOST_ITEMS = 1 << 21
+"""Of a list in the metadata, where tokens and merges are the longest."""
 
 # How each of llama.cpp's pre-tokenisers splits text, where it differs from GPT-2's own rule.
 LLAMA3_SPLIT = (
@@ -46,6 +49,28 @@ def _parsed(path: Path, _state: tuple[int, ...]) -> "GGUFModel":
     return GGUFModel(path)
 
 
+def read_gguf(path: Path) -> Any:
+    """The reader of the gguf package, for a file that may be damaged or hostile."""
+    gguf = require("gguf", extra="export", purpose="reading a GGUF file")
+
+    class Reader(gguf.GGUFReader):  # type: ignore[name-defined]
+        """One that does not count to 2⁶⁰ where a file says that a list is so long."""
+
+        def _get_field_parts(self, offset: int, kind: int) -> Any:
+            if kind == gguf.GGUFValueType.ARRAY and (count := int(self._get(offset + 4, "u8")[0])) > MOST_ITEMS:
+                raise ValueError(f"a list of {count:,} values")
+            return super()._get_field_parts(offset, kind)
+
+        def _get(self, offset: int, dtype: Any, count: int = 1, *order: Any, **options: Any) -> Any:
+            found = super()._get(offset, dtype, count, *order, **options)
+            if len(found) < int(count):
+                raise ValueError("it ends before the end of a value")
+            return found
+
+    with damage(f"{path}: not a readable GGUF file", hint=AGAIN):
+        return Reader(path)
+
+
 def model_of(config: Any, state: "dict[str, torch.Tensor]", name: str) -> Any:
     """A transformers model with these weights, all of them; `name` is the file's, for messages."""
     import torch
@@ -53,7 +78,6 @@ def model_of(config: Any, state: "dict[str, torch.Tensor]", name: str) -> Any:
 
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config)
-    model.to_empty(device="cpu")
     try:
         missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
     except RuntimeError as error:  # of other sizes than the config says
@@ -72,15 +96,8 @@ class GGUFModel:
     """One GGUF file: its metadata at once, its tensors when asked for."""
 
     def __init__(self, path: Path) -> None:
-        gguf = require("gguf", extra="export", purpose="reading a GGUF file")
         self.path = path
-        try:
-            self._reader = gguf.GGUFReader(path)
-        except (ValueError, OSError, IndexError, KeyError) as error:
-            raise ModelError(
-                f"{path}: not a readable GGUF file ({error})",
-                hint=AGAIN,
-            ) from error
+        self._reader = read_gguf(path)
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
         architecture = self.value("general.architecture")
         if architecture != ARCHITECTURE:
@@ -94,17 +111,19 @@ class GGUFModel:
         for name in (key, f"{ARCHITECTURE}.{key}"):
             field = self._reader.get_field(name)
             if field is not None:
-                try:
+                with damage(f"{self.path.name}: '{name}' is damaged", hint=AGAIN):
                     return field.contents()
-                except ValueError as error:  # not valid UTF-8
-                    raise ModelError(f"{self.path.name}: '{name}' is damaged ({error})", hint=AGAIN) from error
         return default
 
     def config(self) -> dict[str, Any]:
         """The config.json that a LLaMA folder of this model would have."""
+        with damage(f"{self.path.name}: its metadata are damaged", hint=AGAIN):
+            return self._config()
+
+    def _config(self) -> dict[str, Any]:
         hidden, heads = self._required("embedding_length"), self._required("attention.head_count")
         head_dim = self.value("attention.key_length", hidden // heads)
-        config: dict[str, Any] = {
+        return {
             "model_type": "llama",
             "architectures": ["LlamaForCausalLM"],
             "vocab_size": self.value("vocab_size") or self._tensors["token_embd.weight"].shape[1].item(),
@@ -121,7 +140,6 @@ class GGUFModel:
             "eos_token_id": self.value("tokenizer.ggml.eos_token_id"),
             "rope_parameters": self._rope_parameters(head_dim),
         }
-        return config
 
     def _rope_parameters(self, head_dim: int) -> dict[str, Any]:
         if self.value("rope.dimension_count", head_dim) != head_dim:
@@ -162,11 +180,8 @@ class GGUFModel:
         text = self.value(FACTORS_KEY)
         if text is None:
             return {}
-        try:
-            content = json.loads(text)
-        except ValueError as error:
-            raise ModelError(f"{self.path.name}: '{FACTORS_KEY}' is damaged ({error})", hint=AGAIN) from error
-        factors = RescaleFactors.from_json(content, source=self.path.name)
+        with damage(f"{self.path.name}: '{FACTORS_KEY}' is damaged", hint=AGAIN):
+            factors = RescaleFactors.from_json(parse_json(text), source=self.path.name)
         return {
             "long_factor": list(factors.long),
             "short_factor": list(factors.short),
@@ -180,9 +195,10 @@ class GGUFModel:
         import torch
         from transformers import LlamaConfig
 
-        config = LlamaConfig(**self.config())
-        state = {name: torch.from_numpy(array).to(dtype) for name, array in self._weights(config).items()}
-        return model_of(config, state, self.path.name)
+        with damage(f"{self.path.name}: tensors and metadata disagree", hint=AGAIN):
+            config = LlamaConfig(**self.config())
+            state = {name: torch.from_numpy(array).to(dtype) for name, array in self._weights(config).items()}
+            return model_of(config, state, self.path.name)
 
     def tokenizer(self) -> Any:
         """The tokenizer, with the text split that the file names; the caller's own, to change as need be."""
@@ -193,11 +209,8 @@ class GGUFModel:
         from tokenizers import Regex, pre_tokenizers
         from transformers import AutoTokenizer
 
-        try:
+        with damage(f"{self.path.name}: its tokenizer cannot be loaded", hint=AGAIN):
             tokenizer = AutoTokenizer.from_pretrained(self.path.parent, gguf_file=self.path.name)
-        # Of a damaged file anything may come up; tokenizers raises bare Exceptions.
-        except Exception as error:
-            raise ModelError(f"{self.path.name}: its tokenizer cannot be loaded ({error})", hint=AGAIN) from error
         if self.value("tokenizer.ggml.model") != "gpt2":
             return tokenizer
         # transformers' GGUF reader splits every BPE vocabulary like GPT-2; the file knows better.

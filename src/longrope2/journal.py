@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from longrope2.errors import LongRopeError
-from longrope2.files import naming, open_to_append
+from longrope2.files import naming, open_to_append, parse_json
 from longrope2.records import RecordError
 from longrope2.runfolder import require_same
 
@@ -92,7 +92,7 @@ class JournalFile:
         # By the line feed alone: a name in the header may hold other characters that Python ends lines at.
         for number, line in enumerate(content[:whole].split(b"\n")[:-1], 1):
             try:
-                entry = json.loads(line.decode("utf-8"), parse_constant=_no_number)
+                entry = parse_json(line)
                 kind = entry["type"]
                 if number == 1:
                     self._check_header(path, entry, header)
@@ -116,7 +116,3 @@ class JournalFile:
             hint=f"{self.verb} into another folder, or delete this one",
             error=JournalError,
         )
-
-
-def _no_number(constant: str) -> None:
-    raise ValueError(f"{constant} is not JSON")

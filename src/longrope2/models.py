@@ -5,17 +5,19 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from longrope2.console import warn
 from longrope2.distributed import is_main_process
-from longrope2.errors import DataError, ModelError
+from longrope2.errors import DataError, ModelError, damage, first_line
 from longrope2.factors import RescaleFactors
-from longrope2.families import RopeReading, accept_mscales, read_config
-from longrope2.files import package_versions
+from longrope2.families import COPY_AGAIN, RopeReading, accept_mscales, check_plausible, read_config
+from longrope2.files import package_versions, read_json
 from longrope2.gguf_model import open_gguf
 from longrope2.methods import rescale
 from longrope2.rope import RopeSpec
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
 ASSETS = Path(__file__).parent / "assets"
 TINY = "tiny"
 SAMPLES, SAMPLE_BYTES = 64, 1 << 14
+CONFIG_REFUSED = "transformers cannot read its config"
+WEIGHTS_REFUSED = "its weights cannot be loaded"
+WEIGHTS_AGAIN = "the files may be cut short, or not belong to this config.json; copy or download them again"
 HUB_ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?")
 
 
@@ -188,20 +193,12 @@ def load_tokenizer(info: ModelInfo) -> Any:
     """The tokenizer of a model, without its weights."""
     if info.is_gguf:
         return open_gguf(Path(info.location)).tokenizer()
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoTokenizer
 
     source, options = pretrained_source(info)
-    try:
+    hint = "tokenizer.json and tokenizer_config.json belong beside config.json; copy them from the base model"
+    with _reading(info.name, "its tokenizer cannot be loaded", hint=hint):
         return AutoTokenizer.from_pretrained(source, **options)
-    except StrictDataclassError as error:
-        raise refused_config(info.name, error) from error
-    # Of a damaged file anything may come up; tokenizers raises bare Exceptions.
-    except Exception as error:
-        raise ModelError(
-            f"{info.name}: its tokenizer cannot be loaded ({_first_line(error)})",
-            hint="tokenizer.json and tokenizer_config.json belong beside config.json; copy them from the base model",
-        ) from error
 
 
 def user_turn(tokenizer: Any, message: str, **options: Any) -> str:
@@ -213,7 +210,7 @@ def user_turn(tokenizer: Any, message: str, **options: Any) -> str:
         return str(tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False, **options))
     except (TemplateError, TypeError, ValueError) as error:
         raise DataError(
-            f"the tokenizer's chat template fails ({_first_line(error)})",
+            f"the tokenizer's chat template fails ({first_line(error)})",
             hint="for `longrope2 generate`, use --raw, which skips the template",
         ) from error
 
@@ -230,23 +227,49 @@ def pretrained_source(info: ModelInfo) -> tuple[str, dict[str, Any]]:
     return match["repo"], options
 
 
-def refused_config(name: str, error: Exception) -> ModelError:
-    """The error for a config that transformers refuses."""
-    reason = " ".join(str(error).split())
-    return ModelError(
-        f"{name}: transformers cannot read its config ({reason})", hint="copy or download config.json again"
-    )
+@contextmanager
+def _reading(name: str, problem: str = CONFIG_REFUSED, *, hint: str = COPY_AGAIN) -> Iterator[None]:
+    """Report what transformers raises for a model's files; for its config it has an error of many lines."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    with damage(f"{name}: {problem}", hint=hint):
+        try:
+            yield
+        except StrictDataclassError as error:
+            reason = " ".join(str(error).split())
+            raise ModelError(f"{name}: {CONFIG_REFUSED} ({reason})", hint=COPY_AGAIN) from error
 
 
 def live_config(config: Mapping[str, Any]) -> Any:
     """A config.json as transformers holds it, which changes what it is given; ModelError for one that it refuses."""
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING
 
-    try:
+    check_plausible(config)
+    with _reading(f"this {config['model_type']} model"):
         return CONFIG_MAPPING[config["model_type"]].from_dict(copy.deepcopy(dict(config)))
-    except (StrictDataclassError, KeyError, ValueError, TypeError) as error:
-        raise refused_config(f"this {config['model_type']} model", error) from error
+
+
+def skeleton(info: ModelInfo) -> Any:
+    """The model on the meta device: every parameter has its name and shape, and none takes memory."""
+    from transformers import AutoConfig
+
+    info.refuse_weights()
+    with _reading(info.name):
+        if info.is_gguf:
+            values = open_gguf(Path(info.location)).config()
+            return empty_model(AutoConfig.for_model(values.pop("model_type"), **values))
+        source, options = pretrained_source(info)
+        return empty_model(AutoConfig.from_pretrained(source, **options))
+
+
+def empty_model(config: Any) -> Any:
+    """The model of a transformers config on the meta device."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # initialising what has no values
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 def head_dim(config: Any) -> int:
@@ -285,16 +308,7 @@ def weights_fingerprint(info: ModelInfo) -> str:
 
 
 def _load_weights(info: ModelInfo, dtype: "torch.dtype", tensor_parallel: int) -> Any:
-    from huggingface_hub.errors import StrictDataclassError
-    from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()  # a bar in a log file is noise
     source, options = pretrained_source(info)
-    if options["local_files_only"]:
-        _require_safetensors(Path(source))
     placement: dict[str, Any] = {}
     if tensor_parallel > 1:
         import torch.distributed as dist
@@ -306,23 +320,29 @@ def _load_weights(info: ModelInfo, dtype: "torch.dtype", tensor_parallel: int) -
                 hint=f"start with --nproc-per-node {tensor_parallel}",
             )
         placement = {"distributed_config": DistributedConfig(tp_size=tensor_parallel)}
-    try:
-        loaded = AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype, use_safetensors=True, output_loading_info=True, **placement, **options
+    return load_folder(info.name, source, dtype=dtype, **placement, **options)
+
+
+def load_folder(name: str, source: str | Path, *, config: Any = None, **options: Any) -> Any:
+    """A model from safetensors; `source` and options are from_pretrained's.
+
+    Refuses one whose weights are not all there, which transformers would fill with random numbers.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()  # a bar in a log file is noise
+    if options["local_files_only"]:
+        with _reading(name):
+            wanted = empty_model(config or AutoConfig.from_pretrained(source, **options)).num_parameters()
+        _require_safetensors(name, Path(source), wanted)
+    with _reading(name, WEIGHTS_REFUSED, hint=WEIGHTS_AGAIN):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source, config=config, use_safetensors=True, output_loading_info=True, **options
         )
-    except StrictDataclassError as error:
-        raise refused_config(info.name, error) from error
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ModelError(
-            f"{info.name}: its weights cannot be loaded ({_first_line(error)})",
-            hint="the files may be cut short, or not belong to this config.json; copy or download them again",
-        ) from error
-    return require_all_weights(loaded, info.name)
-
-
-def require_all_weights(loaded: Any, name: str) -> Any:
-    """The model of from_pretrained(…, output_loading_info=True); refuses one that it filled with random numbers."""
     model, report = loaded
+    check_plausible(model.generation_config.to_dict(), f"{name}: generation_config.json is not usable")
     missing = sorted(report["missing_keys"])
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -367,7 +387,7 @@ def _local_config(path: Path) -> tuple[dict[str, Any], str]:
             f"{path}: no config.json there",
             hint="give the folder that holds config.json and the safetensors files, or a .gguf file",
         )
-    return _parse_config(file), _digest(file.read_bytes())
+    return json_object(file), _digest(file.read_bytes())
 
 
 def _hub_config(name: str) -> tuple[dict[str, Any], str]:
@@ -380,23 +400,25 @@ def _hub_config(name: str) -> tuple[dict[str, Any], str]:
         file = Path(hf_hub_download(match["repo"], "config.json", revision=match["revision"]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ModelError(
-            f"{name}: no such folder, and the hub does not have it ({_first_line(error)})",
+            f"{name}: no such folder, and the hub does not have it ({first_line(error)})",
             hint="check the spelling and the network; gated models need `hf auth login`",
         ) from error
     # The hub's cache keeps files under snapshots/<commit>/.
-    return _parse_config(file), file.parent.name
+    return json_object(file), file.parent.name
 
 
-def _parse_config(file: Path) -> dict[str, Any]:
+def json_object(file: Path, *, hint: str = "copy or download it again") -> dict[str, Any]:
+    """A JSON file of a model's folder, such as config.json."""
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ModelError(f"{file}: not valid JSON ({error})", hint="copy or download it again") from error
-    if not isinstance(config, dict):
-        raise ModelError(
-            f"{file}: expected a JSON object, got {type(config).__name__}", hint="copy or download it again"
-        )
-    return config
+        content = read_json(file, lenient=True)
+        json.dumps(content, allow_nan=False)  # for an export, which writes it again
+    except OSError as error:
+        raise ModelError(f"{file}: cannot be read ({error.strerror})", hint=hint) from error
+    except ValueError as error:
+        raise ModelError(f"{file}: not valid JSON ({error})", hint=hint) from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{file}: expected a JSON object, got {type(content).__name__}", hint=hint)
+    return content
 
 
 def _quantisation(config: dict[str, Any]) -> str | None:
@@ -414,10 +436,18 @@ def _open(file: Path) -> BinaryIO:
         raise ModelError(f"{file}: cannot be read ({error.strerror})", hint="check its permissions") from error
 
 
-def _require_safetensors(folder: Path) -> None:
+def _require_safetensors(name: str, folder: Path, wanted: int) -> None:
+    """Refuse a folder without weights that can be read, or with far fewer than `wanted`, those of its config.json.
+
+    transformers would make room for all of those before it finds out.
+    """
     if files := list(folder.glob("*.safetensors")):
         for file in files:
             _open(file).close()
+        found = sum(file.stat().st_size for file in files)
+        if wanted > found:  # of no dtype that is read here a weight takes less than two bytes
+            reason = f"config.json describes {wanted:,}, the files have {found:,} bytes"
+            raise ModelError(f"{name}: {WEIGHTS_REFUSED} ({reason})", hint=WEIGHTS_AGAIN)
         return
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
         raise ModelError(
@@ -431,8 +461,3 @@ def _require_safetensors(folder: Path) -> None:
 
 def _digest(content: bytes) -> str:
     return "sha256:" + hashlib.sha256(content).hexdigest()[:16]
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

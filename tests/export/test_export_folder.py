@@ -260,7 +260,7 @@ class TestCompanions:
     def test_a_damaged_tokenizer_config(self, tmp_path):
         shutil.copytree(TINY, tmp_path / "m")
         (tmp_path / "m" / "tokenizer_config.json").write_text("{")
-        with pytest.raises(ModelError, match=r"tokenizer_config\.json is not valid JSON"):
+        with pytest.raises(ModelError, match=r"tokenizer_config\.json: not valid JSON"):
             export(str(tmp_path / "m"), tmp_path / "e", factors=tiny_factors())
         assert [file.name for file in tmp_path.iterdir()] == ["m"]
 

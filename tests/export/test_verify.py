@@ -216,13 +216,17 @@ class TestEngines:
         (dual / "model.safetensors").write_bytes(b"short")
         with pytest.raises(LongRopeError, match="its weights cannot be loaded"):
             _ = Reference(dual).model
-        edit_config(dual, lambda config: config.update(hidden_size="much"))
-        with pytest.raises(LongRopeError, match=r"llama model: .* its config \(.*'hidden_size' expected int"):
+        edit_config(dual, lambda config: config.update(rms_norm_eps="small"))
+        with pytest.raises(LongRopeError, match=r"llama model: .* its config \(.*'rms_norm_eps' expected float"):
             verify(dual, VerifyConfig())
         edit_config(dual, lambda config: config.update(model_type="odd"))
         with pytest.raises(LongRopeError, match=r"cannot read its config \('odd'\)"):
             verify(dual, VerifyConfig())
-        for content, message in (("{", "not valid JSON"), ("[]", "not the config of a model")):
+        for content, message in (
+            ("{", "not valid JSON"),
+            ("[]", "expected a JSON object"),
+            ("{}", "not the config of a model"),
+        ):
             (dual / "config.json").write_text(content)
             with pytest.raises(LongRopeError, match=message):
                 verify(dual, VerifyConfig())

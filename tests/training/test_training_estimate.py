@@ -15,7 +15,7 @@ from longrope2.cli import cli
 from longrope2.data.loader import RowLoader
 from longrope2.data.plan import read_plan
 from longrope2.errors import LongRopeError
-from longrope2.models import describe
+from longrope2.models import describe, skeleton
 from longrope2.training.config import EstimateConfig, TrainConfig
 from longrope2.training.estimate import (
     GIB,
@@ -27,7 +27,6 @@ from longrope2.training.estimate import (
     known_gpu,
     planned_work,
     shape_of,
-    skeleton,
 )  # fmt: skip
 from longrope2.training.loop import PlanRows, _attended
 from longrope2.training.trainable import add_lora

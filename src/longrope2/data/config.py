@@ -331,7 +331,7 @@ def read_mix(path: Path) -> dict[str, Any]:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})", hint="check the spelling") from error
-    except ValueError as error:  # not TOML, or not UTF-8
+    except (ValueError, RecursionError) as error:  # not TOML, or not UTF-8
         raise DataError(f"{path}: not valid TOML ({error})", hint="see docs/data.md for an example") from error
     problems = [f"unknown key {key!r}" for key in values if key not in ("plan", "source", "bucket")]
     settings = values.get("plan", {})

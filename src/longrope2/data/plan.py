@@ -27,7 +27,7 @@ from longrope2.data.packing import (
     rows_within,
 )
 from longrope2.errors import DataError, LongRopeError
-from longrope2.files import atomic_path, check_writable, package_versions
+from longrope2.files import atomic_path, bounded_lines, check_writable, package_versions
 from longrope2.models import ModelInfo, describe, load_tokenizer
 from longrope2.options import build
 from longrope2.records import Composition, Marks, PlanHeader, PlanLine, parse
@@ -249,9 +249,11 @@ def read_plan(path: Path) -> Plan:
     try:
         header = PlanHeader.load(path, hint=MAKE)
         with path.open("rb") as file:
-            lines = _hashing(file, hashed)
+            lines = _hashing(bounded_lines(file), hashed)
             next(lines)
             return replace(_read_rows(path, header, lines), fingerprint=_fingerprint(hashed))
+    except ValueError as error:
+        raise DataError(f"{path}: {error}", hint=MAKE) from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})", hint=MAKE) from error
 

@@ -1,6 +1,5 @@
 """The model card of an export: what was done, with which factors, and how each engine runs it."""
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from longrope2.errors import LongRopeError
 from longrope2.export.config import profile_of
 from longrope2.export.engines import Format, guidance
 from longrope2.factors import RescaleFactors
+from longrope2.files import read_json
 from longrope2.records import Measured, RecordError, parse
 
 RESULTS_HINT = "give results.json of `longrope2 evaluate`, or any other object of numbers"
@@ -87,8 +87,8 @@ def is_card(path: Path) -> bool:
 def read_results(path: Path) -> Any:
     """The content of a results file: any JSON object."""
     try:
-        results = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        results = read_json(path, lenient=True)
+    except (OSError, ValueError) as error:
         raise LongRopeError(f"{path}: not a readable JSON file ({error})", hint=RESULTS_HINT) from error
     if not isinstance(results, dict) or not results:
         raise LongRopeError(f"{path}: expected a JSON object with results", hint=RESULTS_HINT)

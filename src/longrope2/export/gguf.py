@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from longrope2.console import ProgressLine
-from longrope2.errors import FactorsError, ModelError, require
+from longrope2.errors import FactorsError, ModelError, damage, require
 from longrope2.export.gguf_tokenizer import add_tokenizer
 from longrope2.export.huggingface import serving_config
 from longrope2.export.weights import Change, SourceModel, cast, check_room
 from longrope2.factors import RescaleFactors
 from longrope2.families import FULL_ATTENTION
-from longrope2.files import atomic_path, write_text
-from longrope2.gguf_model import AGAIN, FACTORS_KEY, model_of, unpermute
+from longrope2.files import atomic_path, parse_json, write_text
+from longrope2.gguf_model import AGAIN, FACTORS_KEY, model_of, read_gguf, unpermute
 from longrope2.models import head_dim, live_config
 
 if TYPE_CHECKING:
@@ -152,40 +152,35 @@ class GGUFExport:
     """A file that `write_file` wrote, through our own eyes: its factors and config at once, its model when asked."""
 
     def __init__(self, path: Path) -> None:
-        gguf = require("gguf", extra="export", purpose="reading a GGUF file")
         self._name = path.name
-        try:
-            self._reader = gguf.GGUFReader(path)
-        except (ValueError, OSError, IndexError, KeyError) as error:
-            raise ModelError(f"{path}: not a readable GGUF file ({error})", hint=AGAIN) from error
+        self._reader = read_gguf(path)
         fields = [self._reader.get_field(key) for key in (FACTORS_KEY, CONFIG_KEY)]
         if not all(fields):
             raise ModelError(
                 f"{path}: not an export of longrope2", hint="make one with: longrope2 export --format gguf"
             )
-        try:
-            factors, config = (json.loads(field.contents()) for field in fields)
-        except ValueError as error:
-            raise ModelError(f"{path}: its factors or config are damaged ({error})", hint=AGAIN) from error
-        self.factors = RescaleFactors.from_json(factors, source=str(path))
-        self.config = live_config(config)
-        full = gguf.GGMLQuantizationType.F32
-        self.is_rounded = any(tensor.tensor_type != full for tensor in self._reader.tensors)
+        with damage(f"{path}: its factors or config are damaged", hint=AGAIN):
+            factors, config = (parse_json(field.contents(), lenient=True) for field in fields)
+            self.factors = RescaleFactors.from_json(factors, source=str(path))
+            self.config = live_config(config)
+        self.is_rounded = any(tensor.tensor_type.name != "F32" for tensor in self._reader.tensors)
 
     def model(self) -> Any:
         """The model in float32."""
         import gguf
 
-        architecture = ARCHITECTURES[self.config.model_type]
-        state = {}
-        for tensor in self._reader.tensors:
-            name = _hf_name(tensor.name, architecture)
-            if name is None:
-                continue
-            values = gguf.dequantize(tensor.data, tensor.tensor_type).reshape([int(n) for n in reversed(tensor.shape)])
-            heads = _permuted_heads(name, architecture, self.config)
-            state[name] = torch.tensor(unpermute(values, heads) if heads else values, dtype=torch.float32)
-        return model_of(self.config, state, self._name).float()
+        with damage(f"{self._name}: tensors and metadata disagree", hint=AGAIN):
+            architecture = ARCHITECTURES[self.config.model_type]
+            state = {}
+            for tensor in self._reader.tensors:
+                name = _hf_name(tensor.name, architecture)
+                if name is None:
+                    continue
+                shape = [int(n) for n in reversed(tensor.shape)]
+                values = gguf.dequantize(tensor.data, tensor.tensor_type).reshape(shape)
+                heads = _permuted_heads(name, architecture, self.config)
+                state[name] = torch.tensor(unpermute(values, heads) if heads else values, dtype=torch.float32)
+            return model_of(self.config, state, self._name).float()
 
 
 def is_exported_file(path: Path) -> bool:

@@ -4,9 +4,10 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
-from longrope2.errors import ModelError, require
+from longrope2.errors import ModelError, damage, require
 from longrope2.export.weights import SourceModel
 from longrope2.gguf_model import LLAMA3_SPLIT
+from longrope2.models import json_object
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -32,6 +33,12 @@ SPLITS = {
 def add_tokenizer(writer: "GGUFWriter", source: SourceModel, vocab_size: int) -> None:
     """Write a model's tokenizer into a GGUF file, or raise ModelError where llama.cpp has nothing like it."""
     tokenizer = source.tokenizer()
+    with damage(f"{source.info.name}: its tokenizer is damaged", hint="copy or download tokenizer.json again"):
+        _add(writer, source, tokenizer, vocab_size)
+    _add_special_tokens(writer, tokenizer, vocab_size)
+
+
+def _add(writer: "GGUFWriter", source: SourceModel, tokenizer: Any, vocab_size: int) -> None:
     content = _content(source, tokenizer)
     model = content["model"]
     if model["type"] != "BPE":
@@ -45,14 +52,13 @@ def add_tokenizer(writer: "GGUFWriter", source: SourceModel, vocab_size: int) ->
         writer.add_token_list(tokens)
         writer.add_token_types(kinds)
         writer.add_token_merges([" ".join(merge) for merge in _merges(model)])
-    _add_special_tokens(writer, tokenizer, vocab_size)
 
 
 def _content(source: SourceModel, tokenizer: Any) -> dict[str, Any]:
     """tokenizer.json as it lies in the folder: transformers puts rules of the model's family into what it loads."""
     file = source.folder / "tokenizer.json" if source.folder else None
     if file and file.is_file():
-        return json.loads(file.read_text(encoding="utf-8"))
+        return json_object(file)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ModelError("the model's tokenizer has no fast form, from which a GGUF file could be made")

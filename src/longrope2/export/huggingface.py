@@ -1,7 +1,6 @@
 """A plain transformers folder: one config.json that every engine reads right, weights, tokenizer, factors, card."""
 
 import copy
-import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 
 from longrope2.console import ProgressLine, warn
-from longrope2.errors import FactorsError, LongRopeError, ModelError
+from longrope2.errors import FactorsError, LongRopeError
 from longrope2.export.card import is_card
 from longrope2.export.engines import forced_temperature
 from longrope2.export.weights import Change, SourceModel, cast, check_room
@@ -20,7 +19,7 @@ from longrope2.factors import RescaleFactors
 from longrope2.families import FAMILIES, FULL_ATTENTION, SLIDING_ATTENTION, Family, read_config
 from longrope2.files import atomic_folder, write_json, write_text
 from longrope2.generation.saved import FACTORS_FILE, OWN_KEY, read_switch_length, write_factors
-from longrope2.models import head_dim, live_config
+from longrope2.models import head_dim, json_object, live_config
 
 EXPORT = "export"
 REPLACED = {"rope_parameters", "rope_scaling", "original_max_position_embeddings", OWN_KEY, "_name_or_path", "auto_map"}
@@ -120,13 +119,7 @@ def _write_tokenizer(source: SourceModel, folder: Path, factors: RescaleFactors)
     file = folder / "tokenizer_config.json"
     if not file.is_file():
         return
-    try:
-        config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(
-            f"{source.info.name}: its tokenizer_config.json is not valid JSON ({error})",
-            hint="copy or download it again",
-        ) from error
+    config = json_object((source.folder or folder) / file.name)
     if config.get("tokenizer_class") == "TokenizersBackend":
         config["tokenizer_class"] = "PreTrainedTokenizerFast"  # the name that transformers 4 knows, too
     if isinstance(config.get("model_max_length"), int) and config["model_max_length"] < factors.target_length:

@@ -1,7 +1,5 @@
 """What an export should answer: its own weights under our own RoPE, uncached, one sequence at a time."""
 
-import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,7 +15,7 @@ from longrope2.export.huggingface import is_exported_folder, serving_config
 from longrope2.factors import RescaleFactors
 from longrope2.families import accept_mscales, read_config
 from longrope2.generation.saved import FACTORS_FILE, read_factors
-from longrope2.models import live_config, require_all_weights
+from longrope2.models import json_object, live_config, load_folder
 from longrope2.rotary import rescaled
 
 GIVE_EXPORT = "give an exported folder or a .gguf file; `longrope2 export` writes them"
@@ -61,13 +59,8 @@ class Reference:
 
     def _read_folder(self) -> None:
         file, own = self.path / "config.json", self.path / FACTORS_FILE
-        try:
-            written = json.loads(file.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ModelError(f"{file}: cannot be read ({error.strerror})", hint=GIVE_EXPORT) from error
-        except ValueError as error:
-            raise ModelError(f"{file}: not valid JSON ({error})", hint=GIVE_EXPORT) from error
-        if not isinstance(written, dict) or "model_type" not in written:
+        written = json_object(file, hint=GIVE_EXPORT)
+        if "model_type" not in written:
             raise ModelError(f"{file}: not the config of a model", hint=GIVE_EXPORT)
         self.written = written
         try:
@@ -85,20 +78,8 @@ class Reference:
         return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
     def _load_folder(self) -> Any:
-        from safetensors import SafetensorError
-        from transformers import AutoModelForCausalLM
-        from transformers.utils import logging
-
-        if not sys.stderr.isatty():
-            logging.disable_progress_bar()  # a bar in a log file is noise
-        options = {"use_safetensors": True, "local_files_only": True, "trust_remote_code": False}
-        try:
-            loaded = AutoModelForCausalLM.from_pretrained(
-                self.path, config=self.config, dtype=torch.float32, output_loading_info=True, **options
-            )
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            raise ModelError(f"{self.path}: its weights cannot be loaded ({error})") from error
-        return require_all_weights(loaded, str(self.path))
+        options = {"local_files_only": True, "trust_remote_code": False}
+        return load_folder(str(self.path), self.path, config=self.config, dtype=torch.float32, **options)
 
     def logprobs(self, tokens: Sequence[int], *, long: bool, factors: RescaleFactors | None = None) -> torch.Tensor:
         """Of the token after `tokens`, on one side of the switch; `factors` may be others than the model's."""

@@ -1,6 +1,5 @@
 """The weights of a model on their way from disk to an export, one tensor at a time: never a whole model in memory."""
 
-import json
 import math
 import re
 import shutil
@@ -13,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longrope2.errors import LongRopeError, ModelError
+from longrope2.errors import LongRopeError, ModelError, damage
 from longrope2.families import FAMILIES, read_config
+from longrope2.files import read_json
 from longrope2.gguf_model import GGUFModel, open_gguf
-from longrope2.models import ModelInfo, head_dim, live_config, load_tokenizer, pretrained_source
+from longrope2.models import ModelInfo, head_dim, json_object, live_config, load_tokenizer, pretrained_source
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 DOWNLOADED = ("*.safetensors", "*.json", "*.model", "*.jinja", "*.txt", "LICENSE*", "NOTICE*", "README.md")
@@ -70,7 +70,7 @@ class SourceModel:
         """Its config.json."""
         if self.folder is None:
             return self._file.config()
-        return json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
+        return json_object(self.folder / "config.json")
 
     @cached_property
     def tensors(self) -> dict[str, Stored]:
@@ -123,10 +123,8 @@ def _weight_files(folder: Path) -> list[Path]:
             f"{folder}: no *.safetensors weights there that transformers would load",
             hint="they are model.safetensors, or files that model.safetensors.index.json names",
         )
-    try:
-        return sorted({folder / file for file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{index}: not an index of weights ({error})", hint="copy or download it again") from error
+    with damage(f"{index}: not an index of weights", hint="copy or download it again"):
+        return sorted({folder / file for file in read_json(index, lenient=True)["weight_map"].values()})
 
 
 def _stored(folder: Path) -> Iterator[tuple[str, Stored]]:

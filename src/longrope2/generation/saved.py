@@ -1,6 +1,5 @@
 """Factors in a transformers config and out of it, so that `save_pretrained` writes what plain engines read."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from longrope2.families import (
     read_config,
 )
 from longrope2.files import write_json
-from longrope2.models import ModelInfo, head_dim
+from longrope2.models import ModelInfo, head_dim, json_object
 
 # Beside the RoPE parameters, whose unknown keys transformers complains about; here it passes over them.
 OWN_KEY, SWITCH_LENGTH = "longrope2", "switch_length"
@@ -116,7 +115,7 @@ def store_switch_length(folder: Path, switch_length: int) -> None:
             f"{folder}: no config.json to store a switch length in",
             hint="store it in the folder of an extended model, or pass --switch-length when you generate",
         )
-    config = json.loads(file.read_text(encoding="utf-8"))
+    config = json_object(file)
     config.pop(OWN_KEY, None)
     if switch_length != read_config(config).rope.original_length:
         config[OWN_KEY] = {SWITCH_LENGTH: switch_length}

@@ -19,6 +19,7 @@ from longrope2.evaluation.config import EvaluationConfig, lengths_for
 from longrope2.evaluation.suites import SUITES
 from longrope2.export.config import ExportTable
 from longrope2.methods import METHODS
+from longrope2.models import skeleton
 from longrope2.pipeline.extend import Extension
 from longrope2.pipeline.stages import DATA_PATHS, Setting, Step
 from longrope2.records import Table
@@ -37,7 +38,6 @@ from longrope2.training.estimate import (
     known_gpu,
     planned_work,
     shape_of,
-    skeleton,
 )
 
 STATE_BYTES = 12

@@ -156,7 +156,7 @@ def read_recipe(
         where, text, folder = find_recipe(name)
         try:
             values = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
+        except (ValueError, RecursionError) as error:  # also of an integer that is too long
             raise LongRopeError(
                 f"{where}: not valid TOML ({error})", hint="see docs/extend.md for an example"
             ) from error

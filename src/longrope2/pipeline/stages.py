@@ -30,7 +30,7 @@ from longrope2.factors import RescaleFactors
 from longrope2.figures import length_label
 from longrope2.files import write_json
 from longrope2.methods import rescale
-from longrope2.models import ModelInfo, load_tokenizer, rescale_model, weights_fingerprint
+from longrope2.models import ModelInfo, load_tokenizer, rescale_model, skeleton, weights_fingerprint
 from longrope2.options import identity, stated
 from longrope2.pipeline.recipe import RECALL, Recipe
 from longrope2.records import EvaluationRecord, TrainingRecord, VerifyRecord
@@ -39,7 +39,7 @@ from longrope2.report.page import write_report
 from longrope2.report.summary import summarise
 from longrope2.search.run import run_search
 from longrope2.training.config import TrainConfig, train_config
-from longrope2.training.estimate import shape_of, skeleton
+from longrope2.training.estimate import shape_of
 from longrope2.training.train import rank_problems, train
 
 DATA_PATHS = ("data", "books")

@@ -3,14 +3,12 @@
 The shape is read from the model's configuration alone: sizes, names of parameters, and work per token.
 """
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 
 from longrope2.console import duration
@@ -18,8 +16,7 @@ from longrope2.data.config import PlanConfig
 from longrope2.data.plan import Plan, read_plan
 from longrope2.errors import LongRopeError
 from longrope2.families import SLIDING_ATTENTION
-from longrope2.gguf_model import open_gguf
-from longrope2.models import ModelInfo, describe, head_dim, num_kv_heads, pretrained_source, refused_config
+from longrope2.models import ModelInfo, describe, head_dim, num_kv_heads, skeleton
 from longrope2.options import broken_limits, wrong_types
 from longrope2.perplexity import LOGIT_ROWS
 from longrope2.records import Table
@@ -36,26 +33,6 @@ SMALL = 2048
 """Hidden size below which matrices are too small for the rates here."""
 RESERVED = 0.94
 """The share of a GPU's memory that tensors can really use."""
-
-
-def skeleton(info: ModelInfo) -> Any:
-    """The model on the meta device: every parameter has its name and shape, and none takes memory."""
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    info.refuse_weights()
-    try:
-        if info.is_gguf:
-            values = open_gguf(Path(info.location)).config()
-            config = AutoConfig.for_model(values.pop("model_type"), **values)
-        else:
-            source, options = pretrained_source(info)
-            config = AutoConfig.from_pretrained(source, **options)
-        with torch.device("meta"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # initialising what has no values
-            return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except (OSError, ValueError, TypeError, StrictDataclassError) as error:
-        raise refused_config(info.name, error) from error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,15 @@ from longrope2.factors import RescaleFactors
 from longrope2.files import atomic_folder, package_versions
 from longrope2.generation.saved import FACTORS_FILE, warn_of_single_attention_factor, write_factors
 from longrope2.interrupts import interrupts
-from longrope2.models import ModelInfo, check_factors, describe, load, load_tokenizer, weights_fingerprint
+from longrope2.models import (
+    ModelInfo,
+    check_factors,
+    describe,
+    load,
+    load_tokenizer,
+    skeleton,
+    weights_fingerprint,
+)
 from longrope2.needles import NeedleDocument
 from longrope2.options import identity
 from longrope2.records import NeedleLine, RecordError, StepLine, TrainingRecord, TrainingSettings, parse
@@ -36,7 +44,7 @@ from longrope2.runfolder import RunFolder, differences, require_same
 from longrope2.training.checkpoint import FOLDER as CHECKPOINTS
 from longrope2.training.checkpoint import step_name
 from longrope2.training.config import ResolvedConfig, TrainConfig, cannot_start
-from longrope2.training.estimate import ModelShape, known_gpu, shape_of, skeleton
+from longrope2.training.estimate import ModelShape, known_gpu, shape_of
 from longrope2.training.log import LOG, RECORD, StepReporter, read_log
 from longrope2.training.loop import PlanRows, train_loop
 from longrope2.training.retrieval import Retrieval, needle_documents

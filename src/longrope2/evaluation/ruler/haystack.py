@@ -19,6 +19,7 @@ from typing import Any, overload
 
 from longrope2.books import package_manifest, read_books
 from longrope2.errors import DataError, require
+from longrope2.files import MOST_BYTES, parse_json
 
 # Words of the next round that are looked at to know how sentences break where a haystack starts again.
 LOOKAHEAD = 64
@@ -128,8 +129,11 @@ def read_json(path: Path) -> Any:
     opener: Any = gzip.open if path.suffix.lower() == ".gz" else open
     try:
         with opener(path, "rb") as file:
-            return json.loads(file.read().decode("utf-8"))
-    except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
+            content = file.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise ValueError(f"more than {MOST_BYTES:,} bytes")
+        return parse_json(content, lenient=True)
+    except (OSError, EOFError, zlib.error, ValueError) as error:
         raise DataError(f"{path}: not a readable JSON file ({error})", hint="check the path and the file") from error
 
 
