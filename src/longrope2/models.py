@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from longrope2.console import warn
 from longrope2.distributed import is_main_process
-from longrope2.errors import DataError, ModelError, damage, first_line
+from longrope2.errors import ModelError, damage, first_line
 from longrope2.factors import RescaleFactors
 from longrope2.families import COPY_AGAIN, RopeReading, accept_mscales, check_plausible, read_config
 from longrope2.files import package_versions, read_json
@@ -199,20 +199,6 @@ def load_tokenizer(info: ModelInfo) -> Any:
     hint = "tokenizer.json and tokenizer_config.json belong beside config.json; copy them from the base model"
     with _reading(info.name, "its tokenizer cannot be loaded", hint=hint):
         return AutoTokenizer.from_pretrained(source, **options)
-
-
-def user_turn(tokenizer: Any, message: str, **options: Any) -> str:
-    """A message as the user's turn of a chat, up to where the model's begins, by the tokenizer's own template."""
-    from jinja2 import TemplateError
-
-    turns = [{"role": "user", "content": message}]
-    try:
-        return str(tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False, **options))
-    except (TemplateError, TypeError, ValueError) as error:
-        raise DataError(
-            f"the tokenizer's chat template fails ({first_line(error)})",
-            hint="for `longrope2 generate`, use --raw, which skips the template",
-        ) from error
 
 
 def pretrained_source(info: ModelInfo) -> tuple[str, dict[str, Any]]:

@@ -19,6 +19,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from longrope2.chat import render_chat
 from longrope2.errors import DataError, LongRopeError
 from longrope2.evaluation.engine import EvaluationEngine
 from longrope2.evaluation.suite import Published, Sample, TextSpan, read_rows
@@ -92,13 +93,12 @@ class EngineModel(TemplateLM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The tokenizer's own; an unfinished last message of the assistant goes on."""
-        text: str = self.tokenizer.apply_chat_template(
+        return render_chat(
+            self.tokenizer,
             chat_history,
-            tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
         )
-        return text
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longrope2.books import read_jsonl
+from longrope2.chat import user_turn
 from longrope2.codec import opens_with_bos
 from longrope2.errors import DataError
 from longrope2.evaluation.results import accuracy, digest, with_averages
-from longrope2.models import user_turn
 from longrope2.records import Grid, Kind, Measured
 
 if TYPE_CHECKING:

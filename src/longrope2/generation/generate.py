@@ -13,6 +13,7 @@ import torch
 from transformers import TextStreamer
 from transformers.generation import stopping_criteria
 
+from longrope2.chat import user_turn
 from longrope2.console import warn
 from longrope2.errors import DataError, LongRopeError
 from longrope2.factors import RescaleFactors
@@ -20,7 +21,7 @@ from longrope2.generation.config import GenerateConfig
 from longrope2.generation.saved import carries_factors
 from longrope2.generation.strategies import Switch
 from longrope2.generation.switch import check_switch_length, load
-from longrope2.models import check_factors, describe, load_tokenizer, user_turn
+from longrope2.models import check_factors, describe, load_tokenizer
 from longrope2.models import load as load_model
 
 DEFAULT_NEW_TOKENS = 256
