@@ -224,6 +224,8 @@ def test_a_full_disk_is_one_message_wherever_it_is_met(monkeypatch, capsys):
         "error: [Errno 28] No space left on device: 'log.jsonl'\nhint: free some space and run the same command again\n"
     )
     assert capsys.readouterr().err == told
+    assert failing_main(monkeypatch, OSError(28, "No space left on device")) == 2
+    assert "No space left on device (stdout, or a file in " in capsys.readouterr().err
     assert failing_main(monkeypatch, IsADirectoryError(21, "Is a directory", "f.json")) == 2
     assert "'f.json'\nhint: check that path" in capsys.readouterr().err
     assert failing_main(monkeypatch, OSError(errno.ENAMETOOLONG, "File name too long", "f" * 300)) == 2

@@ -240,6 +240,8 @@ def test_a_full_disk_names_the_file(tmp_path):
         atomic_folder(tmp_path / "out") as new,
     ):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(new / "a" / "b.bin"))
+    with pytest.raises(OSError, match=r"No space left on device: '.*/run'$"), only_one(tmp_path / "run", "busy"):
+        full()  # of what is no file of ours, such as TensorBoard's events
     with pytest.raises(OSError, match=r"^another$"), naming(tmp_path):
         raise OSError("another")
     assert not list(tmp_path.iterdir())

@@ -7,6 +7,7 @@ import errno
 import io
 import os
 import sys
+import tempfile
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -527,7 +528,8 @@ def main() -> None:
         hint = _mending(error)
         if hint is None:
             raise
-        _tell(f"{error}\nhint: {hint}")
+        place = "" if error.filename else f" (stdout, or a file in {tempfile.gettempdir()})"
+        _tell(f"{error}{place}\nhint: {hint}")
         sys.exit(2)
 
 

@@ -342,7 +342,7 @@ def only_one(
         for _ in range(ATTEMPTS):
             if _locked(handle):
                 try:
-                    with _noticing_loss(folder):
+                    with naming(folder), _noticing_loss(folder):
                         yield
                 except BaseException:
                     with suppress(OSError):
