@@ -518,18 +518,18 @@ def main() -> None:
             click.echo(str(error) or "interrupted", err=True)
         sys.exit(130)
     except click.ClickException as error:
-        wait_to_speak()
-        error.show()
+        if wait_to_speak(error) is not None:
+            error.show()
         sys.exit(error.exit_code)
     except LongRopeError as error:
-        _tell(str(error))
+        _report(error)
         sys.exit(2)
     except OSError as error:
-        hint = _mending(error)
+        hint = _hint(error)
         if hint is None:
             raise
         place = "" if error.filename else f" (stdout, or a file in {tempfile.gettempdir()})"
-        _tell(f"{error}{place}\nhint: {hint}")
+        _report(LongRopeError(f"{error}{place}", hint=hint))
         sys.exit(2)
 
 
@@ -548,7 +548,7 @@ def _thread_failed(failure: threading.ExceptHookArgs) -> None:
         threading.__excepthook__(failure)
 
 
-def _mending(error: OSError) -> str | None:
+def _hint(error: OSError) -> str | None:
     """A hint for an error of the operating system; None for an error of this program."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "free some space and run the same command again"
@@ -573,6 +573,7 @@ def _resumable() -> Iterator[None]:
         raise click.Abort("interrupted; the same command goes on where it was") from error
 
 
-def _tell(message: str) -> None:
-    click.secho(f"{wait_to_speak()}error: ", fg="red", bold=True, nl=False, err=True)
-    click.echo(message, err=True)
+def _report(error: LongRopeError) -> None:
+    if (prefix := wait_to_speak(error)) is not None:
+        click.secho(f"{prefix}error: ", fg="red", bold=True, nl=False, err=True)
+        click.echo(str(error), err=True)

@@ -2,6 +2,9 @@
 
 import atexit
 import os
+import signal
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +12,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from longrope2.errors import LongRopeError
+from longrope2.errors import LongRopeError, first_line
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +21,14 @@ PATIENCE = 5.0
 """Seconds in which torchrun has ended the other processes for certain, once one has failed."""
 WAITING = timedelta(days=7)
 """For a process that works alone: tokenising may take hours, and torch would give up after half an hour."""
+STOPPED = "stopped by SIGTERM: torchrun was stopped, or it ends all processes because one of them was lost"
+RESUMES = "run the same command again: it goes on where it was"
 _objects: Any = None  # the group of all processes through which they wait so long
+_store: Any = None  # torchrun's, which outlives each of them
+
+
+class LostProcessError(LongRopeError):
+    """Another of the processes that work together has ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +111,7 @@ def world() -> Iterator[World]:
     import torch
     import torch.distributed as dist
 
-    global _objects
+    global _objects, _store
     # Objects travel through gloo, which every machine has; a model spread over GPUs talks through NCCL.
     # They stay joined until they end: torchrun's store serves one group of processes in its life.
     if not dist.is_initialized():
@@ -110,8 +120,47 @@ def world() -> Iterator[World]:
             torch.cuda.set_device(local)
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
         _objects = dist.new_group(backend="gloo", timeout=WAITING)
+        _store = dist.distributed_c10d._get_default_store()
         atexit.register(dist.destroy_process_group)
-    yield here
+        _report_termination()
+    try:
+        yield here
+    except BaseException as error:  # DCP's are not of class Exception
+        # Gloo raises plain RuntimeErrors that name its own source file.
+        if not isinstance(error, dist.DistError) and "/gloo/transport/" not in str(error):
+            raise
+        message = f"the connection to the other processes is lost ({first_line(error)})"
+        raise LostProcessError(message, hint=RESUMES) from error
+
+
+def _report_termination() -> None:
+    """Report SIGTERM, by which torchrun ends the processes that are left when one was lost.
+
+    In a thread, since this one may be waiting for the lost process, in code that lets no handler of Python run.
+    """
+    is_ours = (
+        threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    )
+    if sys.platform == "win32" or not is_ours:
+        return
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+
+    def report() -> None:
+        while signal.SIGTERM not in os.read(reading, 1):
+            pass
+        if _may_speak():
+            os.write(2, f"\nerror: {STOPPED}\nhint: {RESUMES}\n".encode())
+        os._exit(128 + signal.SIGTERM)
+
+    threading.Thread(target=report, daemon=True).start()
+
+    def receive(pipe: int, handler: Any) -> None:
+        signal.set_wakeup_fd(pipe, warn_on_full_buffer=False)
+        signal.signal(signal.SIGTERM, handler)
+
+    receive(writing, lambda *_: None)  # any function: with it, the signal goes into the pipe
+    os.register_at_fork(after_in_child=lambda: receive(-1, signal.SIG_DFL))  # the pipe is not the child's
 
 
 def is_main_process() -> bool:
@@ -119,17 +168,27 @@ def is_main_process() -> bool:
     return _place()[0] == 0
 
 
-def wait_to_speak() -> str:
-    """Wait for this process's turn to report an error; returns the prefix of its message.
+def wait_to_speak(error: BaseException) -> str | None:
+    """Wait for this process's turn to report an error; returns the prefix of its message, None if it is to be silent.
 
     Most errors meet all processes alike: the main one reports it and exits, and torchrun ends the others while they
     wait. A process whose error is its own outlives that and reports it, the first one of a machine before the rest.
+    That another process was lost is reported by one that noticed, unless the lost one has reported why.
     """
-    if is_main_process():
-        return ""
     process, _, local = _place()
-    time.sleep(PATIENCE if local == 0 else 2 * PATIENCE)
-    return f"process {process}: "
+    if process and not isinstance(error, LostProcessError):
+        time.sleep(PATIENCE if local == 0 else 2 * PATIENCE)
+    if not _may_speak():
+        return None
+    return f"process {process}: " if process else ""
+
+
+def _may_speak() -> bool:
+    """Whether no other process has reported an error; once this is true, it is so for no other."""
+    try:
+        return _store is None or _store.add("longrope2/errors", 1) == 1
+    except RuntimeError:  # the store was the first process's, and that is lost
+        return True
 
 
 def _place() -> tuple[int, int, int]:
