@@ -1,0 +1,121 @@
+"""Every command that writes something, in a small form, and what its result is, without times."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from forks import Forks
+
+from longrope2.books import read_books
+
+OUT = "out"
+COMMANDS = {
+    "factors": "factors tiny --target-length 512 --method yarn -o out/f.json",
+    "search": "search tiny --target-length 512 --documents 1 --population 2 --parents 2 --iterations 2 --mutations 1 "
+    "--crossovers 0 -o out",
+    "calibrate": "calibrate tiny --factors f.json --lengths 128,384 --documents 5 -o out",
+    "recall": "data recall tiny -o out/recall.jsonl --lengths 512 --documents 4 --needles 2 --books texts",
+    "plan": "data plan tiny --config mix.toml -o out/plan.jsonl --cache out/cache",
+    "train": "train tiny --factors f.json --plan plan.jsonl -o out --cache cache --steps 3 --batch-rows 1 "
+    "--learning-rate 1e-5 --save-every 1",
+    "evaluate": "evaluate tiny --factors f.json --suite niah --lengths 256 --samples 1 -o out",
+    "export": "export tiny --factors f.json -o out/model",
+    "gguf": "export tiny --factors f.json --format gguf -o out/model.gguf",
+    "extend": "extend --config recipe.toml -o out --cache cache --stages search,data,train,evaluate,export,report",
+}
+VOLATILE = ("outputs", "started", "seconds", "tokens_per_second", "memory_gib", "resumed_evaluations", "sessions")
+TEXTS = """
+[[source]]
+path = "texts"
+cut = [200, 400]
+
+[[bucket]]
+up_to = 256
+quota = 1
+
+[[bucket]]
+up_to = 512
+quota = 1
+"""
+MIX = "[plan]\ntarget_length = 512\nrows = 6\nrepeat = true\n" + TEXTS
+RECIPE = f"""
+model = "tiny"
+target_length = 512
+methods = ["yarn"]
+
+[search]
+documents = 1
+population = 2
+parents = 2
+iterations = 1
+mutations = 1
+crossovers = 0
+
+[plan]
+rows = 4
+repeat = true
+
+[train]
+batch_rows = 2
+learning_rate = 1e-5
+save_every = 1
+
+[[evaluate]]
+suites = ["niah"]
+lengths = [512]
+samples = 1
+{TEXTS}"""
+
+
+@contextmanager
+def prepared(folder: Path) -> Iterator[Forks]:
+    """A folder with what the commands read, and the process to run them."""
+    with Forks(folder) as forks:
+        _prepare(forks)
+        yield forks
+
+
+def _prepare(forks: Forks) -> None:
+    (forks.folder / "texts").mkdir()
+    (forks.folder / "texts" / "book.txt").write_text(next(read_books(held_out=False)).text[:60_000])
+    (forks.folder / "mix.toml").write_text(MIX)
+    (forks.folder / "recipe.toml").write_text(RECIPE)
+    for line in (
+        COMMANDS["factors"].replace("out/", ""),
+        "data plan tiny --config mix.toml -o plan.jsonl --cache cache",
+    ):
+        ended = forks.run(line.split())
+        assert ended.code == 0, ended.errors
+
+
+def result_of(folder: Path) -> dict[str, str]:
+    """A digest of each file; what says how long something took is left out, and what is made of it."""
+    return {
+        str(path.relative_to(folder)): sha256(_lasting(path)).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and not _is_volatile(path)
+    }
+
+
+def _is_volatile(path: Path) -> bool:
+    is_of_times = path.name in ("time.csv", "time.png", "losses.csv", "index.html")
+    return is_of_times or not {"tensorboard", "checkpoints"}.isdisjoint(path.parts)
+
+
+def _lasting(path: Path) -> bytes:
+    if path.suffix == ".json":
+        return json.dumps(_timeless(json.loads(path.read_bytes()))).encode()
+    if path.suffix == ".jsonl":
+        return "\n".join(json.dumps(_timeless(json.loads(line))) for line in path.read_bytes().splitlines()).encode()
+    return path.read_bytes()
+
+
+def _timeless(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _timeless(each) for key, each in value.items() if key not in VOLATILE}
+    if isinstance(value, list):
+        return [_timeless(each) for each in value]
+    return value
