@@ -14,11 +14,11 @@ PACKAGE = Path(longrope2.__file__).parent
 
 # A module may import only those listed before it. docs/architecture.md says what each one is for.
 ORDER = [
-    "errors", "chat", "options", "intervals", "files", "records", "malloc", "runfolder", "journal", "console", "distributed",
-    "interrupts", "rope", "factors", "methods", "families", "gguf_model", "models", "inspection", "figures", "rotary",
-    "generation", "kernels", "attention", "books", "codec", "needles", "perplexity", "calibration", "search", "data",
-    "training", "evaluation", "export", "ledger", "report", "watching", "pipeline", "api", "command_options", "cli",
-    "reference",
+    "errors", "chat", "options", "intervals", "files", "records", "malloc", "runfolder", "journal", "console",
+    "distributed", "interrupts", "rope", "factors", "methods", "families", "gguf_model", "models", "inspection",
+    "figures", "rotary", "generation", "kernels", "attention", "books", "codec", "needles", "perplexity", "calibration",
+    "search", "data", "training", "evaluation", "export", "ledger", "report", "watching", "pipeline", "api",
+    "command_options", "cli", "reference",
 ]  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import gc
 import json
 import mmap
 import os
+import re
 import resource
 import signal
 import struct
@@ -52,7 +53,7 @@ class Ended:
             return f"exit code {self.code}"
         if "Traceback" in self.errors:
             return "a traceback"
-        if self.code == 2 and self.errors.count("error: ") + self.errors.count("Error: ") != 1:
+        if self.code == 2 and len(re.findall(r"^error: ", self.errors, re.IGNORECASE | re.MULTILINE)) != 1:
             return "not one message"
         return ""
 

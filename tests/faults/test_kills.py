@@ -2,11 +2,12 @@
 
 import random
 import shutil
+import sys
 
 import pytest
 from commands import COMMANDS, OUT, prepared, result_of
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="forks and /proc")]
 TRIALS = {"train": 2, "extend": 2}
 KILLS = 3
 
