@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from conftest import run_together
+from longrope2 import distributed
 from longrope2.distributed import World, world
 from longrope2.errors import LongRopeError
 
@@ -34,6 +35,8 @@ def gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     monkeypatch.setattr(dist, "init_process_group", lambda *_: chosen.append("joined"))
     monkeypatch.setattr(dist, "new_group", lambda **_: None)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: None)
+    monkeypatch.setattr(distributed, "_report_termination", lambda: None)
     monkeypatch.setattr(atexit, "register", lambda *_: None)
     return chosen
 
