@@ -63,7 +63,7 @@ def test_an_export_leaves_planted_links_alone(tmp_path, victim, format):
         ("model", lambda path: write_folder(path)),
         ("factors.json", lambda path: write_json(path, 1)),
         ("index.html", lambda path: write_text(path, "page")),
-        ("rope.png", lambda path: draw_inspection(inspect(describe("tiny"), 1024).to_json(), path)),
+        ("rope.png", lambda path: draw_inspection(inspect(describe("tiny"), 1024), path)),
     ],
 )
 def test_whatever_is_written_leaves_planted_links_alone(tmp_path, victim, name, write):
