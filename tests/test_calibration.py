@@ -159,7 +159,7 @@ class TestTheCommand:
         tiny.tokenizer.save_pretrained(folder)
         found = calibrate(str(folder), **self.options(output=tmp_path / "out", store=True))
         result = CalibrationRecord.load(tmp_path / "out" / "calibration.json")
-        assert result.to_json() == found.to_json()
+        assert result == replace(found, model="model")  # files that people publish name no folders
         assert (tmp_path / "out" / "calibration.png").read_bytes().startswith(b"\x89PNG")
         assert capsys.readouterr().out == ""
         assert load_switching(folder, device="cpu").longrope2.switch_length == result.switch_length

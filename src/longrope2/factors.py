@@ -8,8 +8,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from longrope2.console import warn
 from longrope2.errors import FactorsError, all_problems
-from longrope2.files import read_json, write_json
+from longrope2.files import CHECKSUM, checksum, public, read_json, write_json
 from longrope2.rope import RopeSpec
 
 FILE_FORMAT = "longrope2.factors"
@@ -140,7 +141,8 @@ class RescaleFactors:
 
     def save(self, path: str | Path) -> None:
         """Write a factors file, atomically."""
-        write_json(Path(path), self.to_json())
+        content = public(self.to_json())
+        write_json(Path(path), {**content, CHECKSUM: checksum(content)})
 
     @classmethod
     def from_json(cls, content: Any, *, source: str = "factors") -> "RescaleFactors":
@@ -185,10 +187,25 @@ class RescaleFactors:
             ) from error
         except ValueError as error:
             raise FactorsError(f"{path}: not valid JSON ({error})", hint=MAKE_FACTORS) from error
+        if isinstance(content, dict):
+            _check_sum(path, content)
         factors = cls.from_json(content, source=str(path))
         if spec is not None:
             factors.check_fits(spec)
         return factors
+
+
+def _check_sum(path: Path, content: dict[str, Any]) -> None:
+    """Take the checksum out of a file's content; say so where it has none, and refuse what it does not fit."""
+    expected = content.pop(CHECKSUM, None)
+    if expected is None:
+        warn(f"{path} has no checksum: it was edited by hand, or is from an earlier version or another program")
+    elif checksum(content) != expected:
+        raise FactorsError(
+            f"{path}: changed since it was written (its content is not what its checksum says)",
+            hint=f'if you changed it on purpose, delete the line "{CHECKSUM}"; else copy it again, or make the factors '
+            "again",
+        )
 
 
 def factors_schema() -> dict[str, Any]:
@@ -209,6 +226,7 @@ def factors_schema() -> dict[str, Any]:
         "short_attention_factor": number,
         "critical_dimension": {"type": ["integer", "null"], "minimum": 0},
         "provenance": {"type": "object"},
+        CHECKSUM: {"type": "string", "description": "Delete it to change the file by hand."},
     }
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",

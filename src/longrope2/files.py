@@ -18,6 +18,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
+import xxhash
+
 from longrope2.errors import LongRopeError
 
 if sys.platform != "win32":  # where nobody is kept out
@@ -242,6 +244,57 @@ def open_to_append(path: Path, *, buffering: int = -1) -> IO[str]:
         return os.open(name, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o666)
 
     return open(path, "a", buffering, encoding="utf-8", opener=opened)
+
+
+CHECKSUM = "checksum"
+_SEALED = re.compile(rb'(.*), "sum": "([0-9a-f]{16})"\}', re.DOTALL)
+"""A line with its checksum."""
+
+
+def checksum(value: Any) -> str:
+    """Of plain values, whatever their order and layout in a file; finds damage, and no forgery."""
+    plain = json.loads(json.dumps(value))  # keys become text, tuples lists
+    return f"xxh3:{xxhash.xxh3_64_hexdigest(json.dumps(plain, sort_keys=True).encode())}"
+
+
+def file_digest(path: Path) -> str:
+    """Of every byte of a file, as fast as a disk reads."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return f"xxh3:{digest.hexdigest()}"
+
+
+def bytes_digest(content: Any) -> str:
+    """Of anything that has bytes."""
+    return f"xxh3:{xxhash.xxh3_128_hexdigest(content)}"
+
+
+def sealed_line(value: Any) -> str:
+    """A line of JSON with its checksum, for files to which lines are added one by one."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return f'{text[:-1]}, "sum": "{xxhash.xxh3_64_hexdigest(text.encode())}"}}\n'
+
+
+def unsealed(line: bytes) -> bytes:
+    """The JSON of such a line, without its end; ValueError where it is not what was written."""
+    found = _SEALED.fullmatch(line)
+    if found is None:
+        raise ValueError("no checksum: from an earlier version, or damaged")
+    text = found[1] + b"}"
+    if xxhash.xxh3_64_hexdigest(text).encode() != found[2]:
+        raise ValueError("its content is not what its checksum says")
+    return text
+
+
+def public(value: Any) -> Any:
+    """Plain values without the folders of this machine: of an absolute path the last part is left."""
+    if isinstance(value, str):
+        return Path(value).name if value.startswith(("/", "~")) and "\n" not in value and Path(value).name else value
+    if isinstance(value, dict):
+        return {key: public(item) for key, item in value.items()}
+    return [public(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -1,13 +1,12 @@
 """Append-only JSON lines that survive a kill: a header that says whose they are, then one entry a line."""
 
-import json
 import os
 import time
 from pathlib import Path
 from typing import Any
 
 from longrope2.errors import LongRopeError
-from longrope2.files import naming, open_to_append, parse_json
+from longrope2.files import naming, open_to_append, parse_json, public, sealed_line, unsealed
 from longrope2.records import RecordError
 from longrope2.runfolder import require_same
 
@@ -33,6 +32,7 @@ class JournalFile:
     def __init__(self, path: Path | None, header: dict[str, Any]) -> None:
         """Open or create it, and take what it has."""
         self._file = None
+        header = public(header)
         self.earlier = 0.0
         """Seconds that earlier sessions worked on it, up to their last `sync`."""
         self._told, self._has_news = time.monotonic(), False
@@ -63,7 +63,7 @@ class JournalFile:
     def _write(self, entry: dict[str, Any]) -> None:
         if self._file is not None:
             with naming(Path(self._file.name)):
-                self._file.write(json.dumps(entry, ensure_ascii=False, allow_nan=False) + "\n")
+                self._file.write(sealed_line(entry))
 
     def sync(self) -> None:
         """Make sure that everything is on disk, where it survives a power cut too, and the time that it took."""
@@ -92,7 +92,9 @@ class JournalFile:
         # By the line feed alone: a name in the header may hold other characters that Python ends lines at.
         for number, line in enumerate(content[:whole].split(b"\n")[:-1], 1):
             try:
-                entry = parse_json(line)
+                if number == 1 and b', "sum": ' not in line:
+                    self._check_header(path, parse_json(line), header)  # of another version, which it says itself
+                entry = parse_json(unsealed(line))
                 kind = entry["type"]
                 if number == 1:
                     self._check_header(path, entry, header)
@@ -105,7 +107,7 @@ class JournalFile:
                 if number == 1:
                     mending = "delete the file (that line said whose the others are, so all are computed again)"
                 raise JournalError(
-                    f"{path}: line {number} is damaged", hint=f"{mending}, or {self.verb} into another folder"
+                    f"{path}: line {number} is damaged ({error})", hint=f"{mending}, or {self.verb} into another folder"
                 ) from error
 
     def _check_header(self, path: Path, found: dict[str, Any], expected: dict[str, Any]) -> None:

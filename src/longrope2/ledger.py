@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from longrope2.errors import LongRopeError
-from longrope2.files import atomic_path
+from longrope2.files import atomic_path, file_digest
 from longrope2.records import RecordError, RunRecord, StepRecord
 from longrope2.runfolder import RunFolder
 
@@ -38,9 +38,6 @@ BASE, SEARCHED, AFTER_TRAINING = "base", "longrope2-factors-only", "longrope2"
 RUNNING: Literal["running"] = "running"
 DONE: Literal["done"] = "done"
 AGAIN = "run `longrope2 extend` again as before: it makes the file again, and steps find what they have done"
-WHOLE_HASH = 64 << 20
-"""Bytes up to which a file is hashed whole; of larger ones samples must do."""
-SAMPLES, SAMPLE_BYTES = 64, 1 << 14
 run_folder = partial(RunFolder, command="extend", verb="at work", marks=(LEDGER,), lock=".lock")
 DAMAGED = "pipeline.json.damaged"
 """Where a ledger goes that cannot be read."""
@@ -160,20 +157,8 @@ def output_digest(path: Path) -> str | None:
     """What identifies the content of a file or folder; None if there is nothing."""
     if path.is_dir():
         inside = sorted(file for file in path.rglob("*") if file.is_file())
-        return fingerprint([[file.relative_to(path).as_posix(), _file_digest(file)] for file in inside])
-    return _file_digest(path) if path.is_file() else None
-
-
-def _file_digest(path: Path) -> str:
-    size = path.stat().st_size
-    with path.open("rb") as content:
-        if size <= WHOLE_HASH:
-            return hashlib.file_digest(content, "sha256").hexdigest()[:16]
-        digest = hashlib.sha256(str(size).encode())
-        for sample in range(SAMPLES):
-            content.seek((size - SAMPLE_BYTES) * sample // (SAMPLES - 1))
-            digest.update(content.read(SAMPLE_BYTES))
-    return digest.hexdigest()[:16]
+        return fingerprint([[file.relative_to(path).as_posix(), file_digest(file)] for file in inside])
+    return file_digest(path) if path.is_file() else None
 
 
 def age(entry: StepRecord) -> float:

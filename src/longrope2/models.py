@@ -17,9 +17,10 @@ from longrope2.distributed import is_main_process
 from longrope2.errors import ModelError, damage, first_line
 from longrope2.factors import RescaleFactors
 from longrope2.families import COPY_AGAIN, RopeReading, accept_mscales, check_plausible, read_config
-from longrope2.files import package_versions, read_json
+from longrope2.files import checksum, file_digest, package_versions, read_json
 from longrope2.gguf_model import open_gguf
 from longrope2.methods import rescale
+from longrope2.records import Manifest
 from longrope2.rope import RopeSpec
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 ASSETS = Path(__file__).parent / "assets"
 TINY = "tiny"
-SAMPLES, SAMPLE_BYTES = 64, 1 << 14
+MANIFEST = "manifest.json"
 CONFIG_REFUSED = "transformers cannot read its config"
 WEIGHTS_REFUSED = "its weights cannot be loaded"
 WEIGHTS_AGAIN = "the files may be cut short, or not belong to this config.json; copy or download them again"
@@ -182,6 +183,8 @@ def load(
         file = open_gguf(Path(info.location))
         model, tokenizer = file.model(dtype=dtype), file.tokenizer()
     else:
+        if Path(info.location).is_dir() and is_main_process():
+            check_manifest(Path(info.location))
         model, tokenizer = _load_weights(info, dtype, tensor_parallel), load_tokenizer(info)
         _check_vocabulary(info, tokenizer, model.config.vocab_size)
     if tensor_parallel == 1:
@@ -274,23 +277,38 @@ def cached_values(config: Any) -> int:
 
 
 def weights_fingerprint(info: ModelInfo) -> str:
-    """A hash that identifies a set of weights: sizes and samples of every file, not all bytes.
-
-    Any training step changes nearly every weight, so samples are enough, and an 8B model takes no time.
-    """
+    """What identifies a set of weights, wherever it lies: a hash of every byte, or the revision on the hub."""
     location = Path(info.location)
     if not location.exists():
         return info.revision
     files = [location] if location.is_file() else sorted(location.glob("*.safetensors"))
-    digest = hashlib.sha256()
-    for file in files:
-        with _open(file) as content:
-            size = file.stat().st_size
-            digest.update(f"{file.name}:{size}".encode())
-            for k in range(SAMPLES):
-                content.seek(size * k // SAMPLES)
-                digest.update(content.read(SAMPLE_BYTES))
-    return "sha256:" + digest.hexdigest()[:16]
+    try:
+        return checksum([[file.name if len(files) > 1 else "", file_digest(file)] for file in files])
+    except OSError as error:
+        raise ModelError(
+            f"{error.filename or location}: cannot be read ({error.strerror})", hint="check that the files are whole"
+        ) from error
+
+
+def write_manifest(folder: Path) -> None:
+    """Note the digest of every file of a model that is about to be finished; its card is for people to change."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in (MANIFEST, "README.md"))
+    Manifest(files={path.relative_to(folder).as_posix(): file_digest(path) for path in files}).save(folder / MANIFEST)
+
+
+def check_manifest(folder: Path) -> None:
+    """Refuse a model whose files are not those that were written, if a manifest says which these were."""
+    hint = f"copy the folder again, or make it again; if you changed it on purpose, delete its {MANIFEST}"
+    try:
+        files = Manifest.load(folder / MANIFEST, hint=hint).files
+    except FileNotFoundError:
+        return
+    for name, digest in files.items():
+        path = folder / name
+        if not path.is_file():
+            raise ModelError(f"{path}: missing since this model was written", hint=hint)
+        if file_digest(path) != digest:
+            raise ModelError(f"{path}: changed since this model was written", hint=hint)
 
 
 def _load_weights(info: ModelInfo, dtype: "torch.dtype", tensor_parallel: int) -> Any:

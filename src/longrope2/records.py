@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar, cast
 
 from longrope2.errors import DataError, all_problems
-from longrope2.files import write_json
+from longrope2.files import CHECKSUM, checksum, public, write_json
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -46,8 +46,13 @@ class Record:
         return content
 
     def save(self, path: Path) -> None:
-        """Write the file, atomically."""
-        write_json(path, self.to_json())
+        """Write the file, atomically, with a checksum and without the folders of this machine."""
+        write_json(path, self.sealed())
+
+    def sealed(self) -> dict[str, Any]:
+        """The content of the file with its checksum."""
+        content = public(self.to_json())
+        return {**content, CHECKSUM: checksum(content)}
 
     @classmethod
     def load(cls, path: Path, *, hint: str = AGAIN) -> Self:
@@ -65,6 +70,11 @@ class Record:
             raise RecordError(
                 f"{path}: format {found[0]!r}, version {found[1]!r}; expected {cls.FORMAT!r}, {cls.VERSION}", hint=hint
             )
+        # Earlier releases wrote no checksum; damage hardly removes one whole.
+        expected = content.pop(CHECKSUM, None)
+        marked = {name: mark for name, mark in zip(("format", "version"), found, strict=True) if mark is not None}
+        if expected is not None and checksum(marked | content) != expected:
+            raise RecordError(f"{path}: damaged: its content is not what its checksum says", hint=hint)
         return parse(cls, content, f"{path}: damaged", hint=hint)
 
 
@@ -277,6 +287,8 @@ class PlanHeader(Record):
     marks: Marks
     versions: dict[str, str]
     report: Composition
+    fingerprint: str | None = None
+    """Of the rows; earlier releases wrote none."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -396,6 +408,15 @@ class TrainingRecord(Record, StageRun):
         for name, ends in (("losses", self.losses), ("needles", self.needles)):
             if len(ends) == 1:
                 raise ValueError(f"{name} must have first and last, or nothing, got {', '.join(ends)} alone")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Manifest(Record):
+    """manifest.json: digests of the files of a finished model."""
+
+    FORMAT: ClassVar[str] = "longrope2.manifest"
+
+    files: dict[str, str]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,5 @@
 """Plans: rows of exact length, documents whole and never used twice, quotas kept, everything accounted for."""
 
-import hashlib
 import json
 from collections import Counter
 from itertools import pairwise
@@ -384,14 +383,14 @@ def test_too_few_documents_for_one_row():
 @pytest.fixture
 def saved(tmp_path):
     plan, _ = plan_of([10] * 60 + [30] * 60 + [80] * 60)
-    return plan.save(tmp_path / "plan.jsonl"), tmp_path / "plan.jsonl"
+    plan.save(tmp_path / "plan.jsonl")
+    return plan, tmp_path / "plan.jsonl"
 
 
 def test_a_plan_is_read_back(saved):
     plan, path = saved
     assert read_plan(path) == plan
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    assert read_plan(path).fingerprint == plan.fingerprint == f"sha256:{digest[:16]}"
+    assert read_plan(path).fingerprint == plan.fingerprint
     header = json.loads(path.read_text().splitlines()[0])
     assert header["config"]["seed"] == 0
     assert header["versions"]["longrope2"]
@@ -413,9 +412,9 @@ def damage(line: int, old: str, new: str):
         (lambda lines: [], "plan.jsonl: damaged: invalid JSON"),
         (lambda lines: ["[]"], "the whole must be an object"),
         (damage(1, '"version": 1', '"version": 9'), "format 'longrope2-plan', version 9; expected 'longrope2-plan', 1"),
-        (damage(1, '"marks"', '"marx"'), "plan.jsonl: damaged: 2 problems\n  - marks is missing\n"),
-        (damage(1, '"bos": 1', '"bos": "1"'), "plan.jsonl: damaged: marks.bos must be a valid integer"),
-        (damage(1, '"seed": 0', '"seed": -4'), "the header in line 1 is damaged"),
+        (damage(1, '"marks"', '"marx"'), "its content is not what its checksum says"),
+        (damage(1, '"bos": 1', '"bos": 2'), "its content is not what its checksum says"),
+        (damage(3, '"padding":', '"padding":1'), "damaged, its rows are not those that were written"),
         (damage(3, '"spans":[[0,', '"spans":[[7,'), "line 3 is damaged"),
         (damage(3, '"spans":[[0,', '"spans":[[0,-'), "line 3 is damaged"),
         (damage(4, '"spans":[[', '"spans":[[1,'), "line 4 is damaged"),

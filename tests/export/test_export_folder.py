@@ -509,6 +509,7 @@ class TestSources:
         export("tiny", tmp_path / "m", factors=tiny_factors())
         for content in ("[]", "{", '{"weight_map": 1}'):
             (tmp_path / "m" / "model.safetensors.index.json").write_text(content)
+            (tmp_path / "m" / "manifest.json").unlink(missing_ok=True)
             with pytest.raises(ModelError, match="not an index of weights"):
                 export(str(tmp_path / "m"), tmp_path / "e")
 

@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from longrope2.errors import LongRopeError
+from longrope2.files import unsealed
 from longrope2.journal import JournalError
 from longrope2.perplexity import Score
 from longrope2.records import as_json
@@ -85,7 +86,7 @@ def test_the_lines_say_what_they_are(tmp_path):
     journal.report(1, 2, length=512, perplexity=None)
     journal.report(1, 2, length=512, perplexity=None)
     # Every line is with the system before the next step, so that a kill loses nothing.
-    lines = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
+    lines = [json.loads(unsealed(line)) for line in (tmp_path / "history.jsonl").read_bytes().splitlines()]
     assert lines == [
         {"type": "header", "format": 2, **json.loads(json.dumps(HEADER))},
         {"type": "evaluation", "key": "k0", "document": 3, "nll": 1.5, "tokens": 7, "exact": True},

@@ -1,9 +1,9 @@
 """The plan: row by row, which spans of which documents stand where; one JSON line each."""
 
-import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from longrope2.data.packing import (
     rows_within,
 )
 from longrope2.errors import DataError, LongRopeError
-from longrope2.files import atomic_path, bounded_lines, check_writable, package_versions
+from longrope2.files import atomic_path, bounded_lines, bytes_digest, check_writable, checksum, package_versions
 from longrope2.models import ModelInfo, describe, load_tokenizer
 from longrope2.options import build
 from longrope2.records import Composition, Marks, PlanHeader, PlanLine, parse
@@ -55,14 +55,12 @@ class Plan:
     """One `DocumentSpan` per line, as an array: a plan of 10 billion tokens has millions."""
     report: Composition
     """The composition at the time of planning, with warnings."""
-    fingerprint: str = ""
-    """Of its file; empty as long as there is none."""
 
     def __len__(self) -> int:
         return len(self.bucket_of_row)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Plan) and self.header() == other.header() and list(self) == list(other)
+        return isinstance(other, Plan) and self.header().sealed() == other.header().sealed()
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -93,17 +91,23 @@ class Plan:
             marks=self.marks,
             versions=package_versions("numpy", "tokenizers", "transformers"),
             report=self.report,
+            fingerprint=self.fingerprint,
         )
 
-    def save(self, path: Path) -> "Plan":
-        """Write the plan, a line for each row after the header; returns it with the fingerprint of the file."""
-        hashed = hashlib.sha256()
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of its rows and of what they are made from, wherever the files of that lie."""
+        made_from = [self.config.to_json(), self.corpus_keys, self.tokenizer, asdict(self.marks)]
+        arrays = [self.bucket_of_row, self.padding, self.first_span, self.spans]
+        return checksum([made_from, [bytes_digest(np.ascontiguousarray(array)) for array in arrays]])
+
+    def save(self, path: Path) -> None:
+        """Write the plan, a line for each row after the header."""
         with atomic_path(path) as temporary, temporary.open("wb") as file:
-            file.writelines(_hashing(self._lines(), hashed))
-        return replace(self, fingerprint=_fingerprint(hashed))
+            file.writelines(self._lines())
 
     def _lines(self) -> Iterator[bytes]:
-        yield json.dumps(self.header().to_json(), ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        yield json.dumps(self.header().sealed(), ensure_ascii=False, allow_nan=False).encode() + b"\n"
         for row in self:
             label = self.config.buckets[row.bucket].label
             line = PlanLine(kind=row.kind, bucket=label, padding=row.padding, spans=row.spans)
@@ -134,7 +138,7 @@ def write_plan(info: ModelInfo, mix: Mix, output: Path, cache: Path | None = Non
     cache = cache or default_cache()
     corpora = [tokenise(source, tokenizer, cache) for source in mix.sources]
     plan = make_plan(mix, corpora, marks=marks, tokenizer=tokenizer_fingerprint(tokenizer))
-    plan = plan.save(output)
+    plan.save(output)
     for warning in plan.report.warnings:
         warn(warning)
     say(f"wrote {output}: {len(plan):,} rows; tokenised sources in {cache}")
@@ -245,28 +249,16 @@ def _check_any_piece(pieces: Sequence[Pieces], config: PlanConfig) -> None:
 
 def read_plan(path: Path) -> Plan:
     """Read a plan back; a file that is not a plan, has another version, or is cut off or damaged is refused."""
-    hashed = hashlib.sha256()
     try:
         header = PlanHeader.load(path, hint=MAKE)
         with path.open("rb") as file:
-            lines = _hashing(bounded_lines(file), hashed)
+            lines = bounded_lines(file)
             next(lines)
-            return replace(_read_rows(path, header, lines), fingerprint=_fingerprint(hashed))
+            return _read_rows(path, header, lines)
     except ValueError as error:
         raise DataError(f"{path}: {error}", hint=MAKE) from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})", hint=MAKE) from error
-
-
-def _hashing(lines: Iterable[bytes], hashed: Any) -> Iterator[bytes]:
-    """The same lines, each of which goes into a hash."""
-    for line in lines:
-        hashed.update(line)
-        yield line
-
-
-def _fingerprint(hashed: Any) -> str:
-    return f"sha256:{hashed.hexdigest()[:16]}"
 
 
 def _read_rows(path: Path, header: PlanHeader, lines: Iterator[bytes]) -> Plan:
@@ -295,7 +287,7 @@ def _read_rows(path: Path, header: PlanHeader, lines: Iterator[bytes]) -> Plan:
             raise DataError(f"{damaged} ({error})", hint=hint) from error
     if len(of_row) != header.rows:
         raise DataError(f"{path}: {len(of_row):,} rows, but the header says {header.rows:,}", hint=hint)
-    return build_plan(
+    plan = build_plan(
         config=config,
         sources=sources,
         corpus_keys=header.corpus_keys,
@@ -306,6 +298,9 @@ def _read_rows(path: Path, header: PlanHeader, lines: Iterator[bytes]) -> Plan:
         spans=spans,
         report=header.report,
     )
+    if header.fingerprint is not None and plan.fingerprint != header.fingerprint:
+        raise DataError(f"{path}: damaged, its rows are not those that were written", hint=hint)
+    return plan
 
 
 def _checked_spans(row: PlanLine, config: PlanConfig, num_sources: int) -> NDArray[np.int32]:

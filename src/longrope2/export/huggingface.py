@@ -19,7 +19,7 @@ from longrope2.factors import RescaleFactors
 from longrope2.families import FAMILIES, FULL_ATTENTION, SLIDING_ATTENTION, Family, read_config
 from longrope2.files import atomic_folder, write_json, write_text
 from longrope2.generation.saved import FACTORS_FILE, OWN_KEY, read_switch_length, write_factors
-from longrope2.models import head_dim, json_object, live_config
+from longrope2.models import head_dim, json_object, live_config, write_manifest
 
 EXPORT = "export"
 REPLACED = {"rope_parameters", "rope_scaling", "original_max_position_embeddings", OWN_KEY, "_name_or_path", "auto_map"}
@@ -57,6 +57,7 @@ def write_folder(
         _write_tokenizer(source, folder, factors)
         _write_shards(source, folder, _shards(sizes, shard_bytes), dtypes, change)
         write_text(folder / CARD, card)
+        write_manifest(folder)
 
 
 def is_exported_folder(folder: Path) -> bool:

@@ -16,7 +16,15 @@ from longrope2.errors import LongRopeError, ModelError, damage
 from longrope2.families import FAMILIES, read_config
 from longrope2.files import read_json
 from longrope2.gguf_model import GGUFModel, open_gguf
-from longrope2.models import ModelInfo, head_dim, json_object, live_config, load_tokenizer, pretrained_source
+from longrope2.models import (
+    ModelInfo,
+    check_manifest,
+    head_dim,
+    json_object,
+    live_config,
+    load_tokenizer,
+    pretrained_source,
+)
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 DOWNLOADED = ("*.safetensors", "*.json", "*.model", "*.jinja", "*.txt", "LICENSE*", "NOTICE*", "README.md")
@@ -76,6 +84,7 @@ class SourceModel:
     def tensors(self) -> dict[str, Stored]:
         """Its weights, by the names they have on disk; those of a GGUF file dequantised, in memory."""
         if self.folder is not None:
+            check_manifest(self.folder)
             return dict(_stored(self.folder))
         state = self._file.model(dtype=torch.float32).state_dict()
         if self.config["tie_word_embeddings"]:

@@ -1,5 +1,7 @@
 """Factors in a transformers config and out of it, so that `save_pretrained` writes what plain engines read."""
 
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,9 @@ from longrope2.families import (
     accept_mscales,
     read_config,
 )
-from longrope2.files import write_json
-from longrope2.models import ModelInfo, head_dim, json_object
+from longrope2.files import file_digest, write_json
+from longrope2.models import MANIFEST, ModelInfo, head_dim, json_object
+from longrope2.records import Manifest
 
 # Beside the RoPE parameters, whose unknown keys transformers complains about; here it passes over them.
 OWN_KEY, SWITCH_LENGTH = "longrope2", "switch_length"
@@ -120,3 +123,6 @@ def store_switch_length(folder: Path, switch_length: int) -> None:
     if switch_length != read_config(config).rope.original_length:
         config[OWN_KEY] = {SWITCH_LENGTH: switch_length}
     write_json(file, config)
+    with suppress(FileNotFoundError):  # most folders have no manifest
+        manifest = Manifest.load(folder / MANIFEST)
+        replace(manifest, files={**manifest.files, file.name: file_digest(file)}).save(folder / MANIFEST)

@@ -13,7 +13,7 @@ from longrope2.errors import MissingExtraError
 from longrope2.evaluation.suites import summarised
 from longrope2.export.engines import guidance
 from longrope2.figures import length_label
-from longrope2.files import atomic_path, write_text
+from longrope2.files import atomic_path, public, write_text
 from longrope2.records import StageRun
 from longrope2.report.charts import Chart, charts, stage_seconds
 from longrope2.report.gather import RunData, gather
@@ -80,7 +80,7 @@ def page(
         exports=list(_exports(data)),
         verified=list(_verified(data)),
         facts=_facts(data),
-        recipe=json.dumps({**data.book.recipe, "model": _public(data.book.model)}, indent=1, ensure_ascii=False),
+        recipe=json.dumps(public(data.book.recipe), indent=1, ensure_ascii=False),
         version=__version__,
         light=figures.LIGHT,
         dark=figures.DARK,

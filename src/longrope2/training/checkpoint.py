@@ -6,14 +6,12 @@ so one with the right name is complete; a damaged one (a disk that lies, a copy 
 checksums and passed over for the one before it.
 """
 
-import hashlib
 import re
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,7 @@ from torch.optim import Optimizer
 from longrope2.console import warn
 from longrope2.distributed import World
 from longrope2.errors import LongRopeError
-from longrope2.files import PARTIAL, atomic_folder, sweep
+from longrope2.files import PARTIAL, atomic_folder, file_digest, sweep
 from longrope2.records import CheckpointRecord, RecordError
 
 FOLDER = "checkpoints"
@@ -153,12 +151,7 @@ def _cause(error: BaseException) -> str:
 
 
 def _checksums(folder: Path) -> dict[str, str]:
-    return {path.name: _digest(path) for path in sorted(folder.iterdir()) if path.name != RECORD}
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, partial(hashlib.blake2b, digest_size=16)).hexdigest()
+    return {path.name: file_digest(path) for path in sorted(folder.iterdir()) if path.name != RECORD}
 
 
 def _problem(folder: Path, step: int) -> str | None:
@@ -168,7 +161,7 @@ def _problem(folder: Path, step: int) -> str | None:
         if record.step != step:
             return f"{RECORD} is of step {record.step}"
         for name, expected in record.files.items():
-            if _digest(folder / name) != expected:
+            if file_digest(folder / name) != expected:
                 return f"{name} has changed"
     except OSError as error:
         return str(error)

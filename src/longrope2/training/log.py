@@ -1,7 +1,6 @@
 """What a run leaves for readers: a line of log.jsonl for each step, and training.json. Readers need no torch."""
 
 import hashlib
-import json
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from longrope2.console import ProgressLine, say
 from longrope2.errors import MissingExtraError
-from longrope2.files import naming, open_to_append, write_text
+from longrope2.files import naming, open_to_append, sealed_line, unsealed, write_text
 from longrope2.records import NeedleLine, RecordError, StepLine, Table, TrainingRecord, TrainingSettings, as_json, parse
 from longrope2.training.config import ResolvedConfig
 
@@ -54,8 +53,9 @@ def read_log(path: Path) -> list[LogLine]:
     """The whole lines of a log; what a kill or a full disk has left of one is passed over."""
     lines: list[LogLine] = []
     for line in path.read_bytes().split(b"\n") if path.is_file() else ():
-        with suppress(RecordError):
-            lines.append(parse(LogLine, line, LOG))  # type: ignore[arg-type]
+        with suppress(RecordError, ValueError):
+            text = unsealed(line) if b'"sum": ' in line else line  # earlier releases wrote no checksums
+            lines.append(parse(LogLine, text, LOG))  # type: ignore[arg-type]
     return lines
 
 
@@ -178,7 +178,7 @@ class StepReporter:
 
 
 def _line(line: LogLine) -> str:
-    return json.dumps(as_json(line), ensure_ascii=False, allow_nan=False) + "\n"
+    return sealed_line(as_json(line))
 
 
 def _sentence(line: StepLine) -> str:

@@ -23,7 +23,7 @@ from longrope2.data.corpus import Corpus, open_corpus, tokenizer_fingerprint
 from longrope2.data.loader import RowLoader
 from longrope2.data.plan import Plan, read_plan
 from longrope2.distributed import World
-from longrope2.errors import DataError, LongRopeError, all_problems, require
+from longrope2.errors import DataError, LongRopeError, ModelError, all_problems, require
 from longrope2.factors import RescaleFactors
 from longrope2.files import atomic_folder, package_versions
 from longrope2.generation.saved import FACTORS_FILE, warn_of_single_attention_factor, write_factors
@@ -31,11 +31,13 @@ from longrope2.interrupts import interrupts
 from longrope2.models import (
     ModelInfo,
     check_factors,
+    check_manifest,
     describe,
     load,
     load_tokenizer,
     skeleton,
     weights_fingerprint,
+    write_manifest,
 )
 from longrope2.needles import NeedleDocument
 from longrope2.options import identity
@@ -299,7 +301,7 @@ def _finished(output: Path, run: TrainingRun) -> TrainingRecord | None:
         return None
     try:
         return read_record(folder, dtype=run.config.save_dtype)
-    except RecordError as error:
+    except (ModelError, RecordError) as error:
         problem = error.message
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         problem = str(error)
@@ -316,6 +318,7 @@ def _finished(output: Path, run: TrainingRun) -> TrainingRecord | None:
 
 def read_record(folder: Path, *, dtype: str) -> TrainingRecord:
     """The record in the folder of a trained model; refuses one that is not whole, or has weights of another type."""
+    check_manifest(folder)
     for name in (FACTORS_FILE, "config.json", "tokenizer_config.json"):
         parse(dict[str, Any], (folder / name).read_bytes(), name)
     record = TrainingRecord.load(folder / RECORD)
@@ -454,6 +457,7 @@ def write_model(model: Any, run: TrainingRun, folder: Path, record: TrainingReco
             tokenizer.save_pretrained(temporary)
             factors.save(temporary / FACTORS_FILE)
             record.save(temporary / RECORD)
+            write_manifest(temporary)
     except (OSError, SafetensorError) as error:
         raise LongRopeError(
             f"{folder}: the trained model cannot be written ({error})",
