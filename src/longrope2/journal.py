@@ -92,8 +92,8 @@ class JournalFile:
         # By the line feed alone: a name in the header may hold other characters that Python ends lines at.
         for number, line in enumerate(content[:whole].split(b"\n")[:-1], 1):
             try:
-                if number == 1 and b', "sum": ' not in line:
-                    self._check_header(path, parse_json(line), header)  # of another version, which it says itself
+                if number == 1 and b', "sum": ' not in line and isinstance(old := parse_json(line), dict):
+                    self._check_header(path, old, header)  # of an earlier version, which it says itself
                 entry = parse_json(unsealed(line))
                 kind = entry["type"]
                 if number == 1:

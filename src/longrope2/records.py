@@ -73,9 +73,10 @@ class Record:
         # Earlier releases wrote no checksum; damage hardly removes one whole.
         expected = content.pop(CHECKSUM, None)
         marked = {name: mark for name, mark in zip(("format", "version"), found, strict=True) if mark is not None}
+        record = parse(cls, content, f"{path}: damaged", hint=hint)
         if expected is not None and checksum(marked | content) != expected:
             raise RecordError(f"{path}: damaged: its content is not what its checksum says", hint=hint)
-        return parse(cls, content, f"{path}: damaged", hint=hint)
+        return record
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -412,7 +412,7 @@ def damage(line: int, old: str, new: str):
         (lambda lines: [], "plan.jsonl: damaged: invalid JSON"),
         (lambda lines: ["[]"], "the whole must be an object"),
         (damage(1, '"version": 1', '"version": 9'), "format 'longrope2-plan', version 9; expected 'longrope2-plan', 1"),
-        (damage(1, '"marks"', '"marx"'), "its content is not what its checksum says"),
+        (damage(1, '"marks"', '"marx"'), "plan.jsonl: damaged: 2 problems\n  - marks is missing\n"),
         (damage(1, '"bos": 1', '"bos": 2'), "its content is not what its checksum says"),
         (damage(3, '"padding":', '"padding":1'), "damaged, its rows are not those that were written"),
         (damage(3, '"spans":[[0,', '"spans":[[7,'), "line 3 is damaged"),

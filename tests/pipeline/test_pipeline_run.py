@@ -5,8 +5,10 @@ import os
 import re
 import shutil
 import signal
+import socket
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from pipeline_samples import start, write_recipe
@@ -64,7 +66,7 @@ def results_of(folder):
     factors = json.loads((folder / ledger.FACTORS).read_text())
     weights = (folder / ledger.TRAINED / "model.safetensors").read_bytes()
     exported = (folder / "export/tiny-512/model.safetensors").read_bytes()
-    rows = (folder / ledger.PLAN).read_text().splitlines()[1:]  # the first line knows the folder
+    rows = (folder / ledger.PLAN).read_text().splitlines()
     return scores, factors, weights, exported, rows
 
 
@@ -326,6 +328,27 @@ def test_without_texts_all_but_training_is_done_and_it_can_be_added(place, recip
         job(place, bare, whole)
 
 
+def test_nothing_that_is_written_names_this_machine(place, whole):
+    """But for the names of TensorBoard's files, which hold the host."""
+    words = {str(place), str(Path.home()), socket.gethostname(), str(Path.cwd())}
+    words = {word for word in words if len(word) > 4}  # a shorter one may be anywhere
+    files = [path for path in whole.rglob("*") if path.is_file() and "tensorboard" not in path.parts]
+    assert len(files) > 40
+    found = [
+        (str(path.relative_to(whole)), word) for path in files for word in words if word.encode() in path.read_bytes()
+    ]
+    assert found == []
+
+
+def test_a_run_that_was_copied_goes_on_there(place, recipe, whole):
+    copied = shutil.copytree(whole, place / "somewhere" / "else")
+    assert job(place, recipe, copied).reasons() == {}
+    shutil.rmtree(copied / "train" / "model")
+    assert "train" in job(place, recipe, copied).reasons()
+    job(place, recipe, copied, "train").run(ALONE)
+    assert results_of(copied) == results_of(whole)
+
+
 def test_an_engine_that_is_wrong_ends_in_exit_code_1(place, recipe, whole, capfd, monkeypatch):
     folder = copy_steps(whole, place / "wrong", ["search", "data", "train", *EVALUATIONS, "export"])
 
@@ -347,23 +370,23 @@ def test_an_engine_that_is_wrong_ends_in_exit_code_1(place, recipe, whole, capfd
     assert view.text.startswith(f"WRONG: {wrong[0]}")
 
 
-@pytest.fixture
-def lost(place, whole):
-    """The run itself with a damaged ledger, for its plan knows its place; and a copy that takes its place again."""
-    copy = shutil.copytree(whole, place / "copy")
-    (whole / ledger.LEDGER).write_text('{"format": "longrope2.pipeline", "version": 1}')
-    yield whole, copy
-    shutil.rmtree(whole)
-    copy.rename(whole)
-
-
-def test_a_lost_ledger_is_made_again_and_nothing_is_done_twice(place, recipe, lost, capfd):
-    folder, copy = lost
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda text: '{"format": "longrope2.pipeline", "version": 1}', r"damaged: 7 problems\n  - model is missing"),
+        (lambda text: text.replace('"version": 1', '"version": 7', 1), "version 7; expected 'longrope2.pipeline', 1"),
+        (lambda text: text.replace('"longrope2.pipeline"', '"longrope2.other"', 1), "format 'longrope2.other'"),
+        (lambda text: text.replace('"sessions": 1', '"sessions": 3', 1), "its content is not what its checksum says"),
+    ],
+)
+def test_a_lost_ledger_is_made_again_and_nothing_is_done_twice(place, recipe, whole, tmp_path, capfd, damage, message):
+    folder, copy = shutil.copytree(whole, tmp_path / "run"), whole
+    (folder / ledger.LEDGER).write_text(damage((whole / ledger.LEDGER).read_text()))
     kept = [folder / ledger.HISTORY, folder / ledger.TRAINED / "model.safetensors", folder / ledger.TRAINING_LOG]
     kept += [folder / step / "generations.jsonl" for step in EVALUATIONS[::2]]
     before = [(path.stat().st_ino, path.read_bytes()) for path in kept]
     for command in (["watch", "--once"], ["report"]):
-        with pytest.raises(LongRopeError, match=r"pipeline\.json: damaged: 7 problems\n  - model is missing"):
+        with pytest.raises(LongRopeError, match=message):
             cli.main([*command, str(folder)], standalone_mode=False)
     job(place, recipe, folder, "search", "data", "train", "evaluate", "export").run(ALONE)
     assert "kept as pipeline.json.damaged" in capfd.readouterr().err

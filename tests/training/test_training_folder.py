@@ -1,5 +1,6 @@
 """What `longrope2 train` makes of a folder, tokens or a plan that are not as it left them."""
 
+import dataclasses
 import json
 import shutil
 
@@ -135,8 +136,9 @@ def test_damaged_tokens_are_found_before_training(tmp_path):
 
 def test_a_bad_row_is_found_before_a_folder_is_claimed(sample, tmp_path):
     plan = read_plan(sample.folder / "plan.jsonl")
-    plan.spans[plan.first_span[7], 1] = 10**6
-    plan.save(tmp_path / "plan.jsonl")
+    spans = plan.spans.copy()
+    spans[plan.first_span[7], 1] = 10**6
+    dataclasses.replace(plan, spans=spans).save(tmp_path / "plan.jsonl")
     with pytest.raises(LongRopeError, match="row 7 refers to"):
         sample.run(tmp_path / "run", plan=tmp_path / "plan.jsonl")
     assert not (tmp_path / "run").exists()

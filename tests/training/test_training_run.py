@@ -108,7 +108,7 @@ def test_the_record_says_what_was_done(sample, finished):
     assert (record["steps"], record["tokens"]) == (4, 4 * 4 * TARGET)
     assert record["plan"]["rows"] == 24
     assert record["plan"]["fingerprint"].startswith("xxh3:")
-    assert record["model"]["name"] == str(sample.model)
+    assert record["model"]["name"] == sample.model.name
     assert {"torch", "transformers", "longrope2"} <= set(record["versions"])
     lines = read_log(output / "log.jsonl")
     assert [line.step for line in lines] == [1, 2, 3, 4]
