@@ -26,7 +26,8 @@ COMMANDS = {
     "gguf": "export tiny --factors f.json --format gguf -o out/model.gguf",
     "extend": "extend --config recipe.toml -o out --cache cache --stages search,data,train,evaluate,export,report",
 }
-VOLATILE = ("outputs", "started", "seconds", "tokens_per_second", "memory_gib", "resumed_evaluations", "sessions")
+VOLATILE = ("outputs", "started", "seconds", "tokens_per_second", "memory_gib", "resumed_evaluations", "sessions",
+            "checksum", "sum", "training.json")  # checksums of times, the last one in a manifest  # fmt: skip
 TEXTS = """
 [[source]]
 path = "texts"
