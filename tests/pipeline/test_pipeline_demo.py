@@ -5,6 +5,7 @@ import json
 import pytest
 
 from longrope2 import extend, ledger
+from longrope2.records import VerifyRecord
 
 
 @pytest.mark.slow
@@ -22,5 +23,6 @@ def test_the_demo_makes_its_case(tmp_path):
     assert methods[ledger.SEARCHED]["perplexity_retention"] > 99.9
     assert trained["perplexity_retention"] > 85
     assert all(found["perplexity_retention"] < 60 for found in closed)
-    verdicts = [line["verdict"] for lines in json.loads((run / ledger.VERIFIED).read_text()).values() for line in lines]
+    verified = VerifyRecord.load(run / ledger.VERIFIED)
+    verdicts = [finding.verdict for findings in verified.exports.values() for finding in findings]
     assert set(verdicts) <= {"right", "known limit", "not checked"}
