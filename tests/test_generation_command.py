@@ -15,11 +15,11 @@ from longrope2 import cli
 from longrope2.books import read_books
 from longrope2.errors import DataError, LongRopeError
 from longrope2.generation import generate as stage
-from longrope2.generation.config import GenerateConfig, Sampling
+from longrope2.generation.config import ChatConfig, GenerateConfig, Sampling
 from longrope2.generation.generate import Timing, encode, read_prompt
 from longrope2.generation.switch import load
 from longrope2.methods import rescale
-from longrope2.models import describe
+from longrope2.models import describe, load_tokenizer
 from longrope2.models import load as load_model
 from longrope2.rotary import rescaled
 
@@ -70,12 +70,16 @@ def longrope2(monkeypatch, capsys):
 
 def expected_text(tiny, factors, prompt, new, *, switch_length=WINDOW):
     """Greedy text by fresh forwards without cache, each on its side of the switch."""
-    ids = tiny.tokenizer(prompt).input_ids
-    start = len(ids)
+    new_ids = written(tiny, factors, tiny.tokenizer(prompt).input_ids, new, switch_length=switch_length)
+    return tiny.tokenizer.decode(new_ids, skip_special_tokens=True) + "\n"
+
+
+def written(tiny, factors, prompt, new, *, switch_length=WINDOW):
+    ids = list(prompt)
     for _ in range(new):
         with rescaled(tiny.model, factors, long_rows=len(ids) > switch_length, check=False), torch.no_grad():
             ids.append(int(tiny.model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
-    return tiny.tokenizer.decode(ids[start:], skip_special_tokens=True) + "\n"
+    return ids[len(prompt) :]
 
 
 class TestText:
@@ -285,3 +289,72 @@ def test_the_cost_of_a_switch():
     assert timing.cost([7, 0, 5, 5, 0]) == (5.0, 4.0, 1.0)
     assert timing.tokens_per_second == 4 / 9
     assert Timing([0.0, 1.0]).tokens_per_second is None
+
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def talker(tiny, tmp_path_factory):
+    """The tiny model with a chat template; it never ends a turn itself."""
+    folder = tmp_path_factory.mktemp("talker")
+    tiny.model.save_pretrained(folder)
+    tokenizer = load_tokenizer(describe("tiny"))
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+class TestChat:
+    def test_every_turn_is_that_of_fresh_forwards_across_the_switch(
+        self, longrope2, tiny, factors, factors_file, talker
+    ):
+        """Turns that cross the switch length in the middle of an answer, and after it."""
+        messages = ["It was the best of times, " * 24, "and then?", "why"]
+        options = ["--factors", factors_file, "--max-new-tokens", "40"]
+        found = longrope2("chat", talker, *options, stdin="\n".join(messages).encode())
+        assert found.code == 0, found.err
+        ids, said = [], ""
+        for number, message in enumerate(messages):
+            turn = "\n" * (number > 0) + f"<user>{message.strip()}\n<assistant>"
+            ids += tiny.tokenizer(turn, add_special_tokens=False).input_ids
+            answer = written(tiny, factors, ids, 40)
+            if tiny.tokenizer.eos_token_id in answer:
+                answer = answer[: answer.index(tiny.tokenizer.eos_token_id)]
+            said += tiny.tokenizer.decode(answer, skip_special_tokens=True) + "\n"
+            ids += answer
+        assert found.out == said
+        assert found.err.count("[original RoPE throughout") == 1
+        assert found.err.count("switched to long RoPE") == 1
+        assert found.err.count("long RoPE from the start") == 1
+
+    def test_what_was_read_is_not_read_again(self, talker, factors_file):
+        read = []
+        chat = stage.Chat(str(talker), ChatConfig(max_new_tokens=5), factors_file=factors_file)
+        chat.answer("one two three four five six", lambda _: None)
+        hook = lambda _, __, options: read.append(options["input_ids"].shape[1])  # noqa: E731
+        chat._writer._live.register_forward_pre_hook(hook, with_kwargs=True)
+        chat.answer("seven", lambda _: None)
+        assert read[0] < 20
+
+    def test_commands_and_wrong_lines(self, longrope2, talker, factors_file, tmp_path):
+        (tmp_path / "book.txt").write_text("A short book.")
+        lines = ["/help", f"/file {tmp_path}/none", f"/file {tmp_path}/book.txt", "", "summarise"]
+        lines += ["x " * 2000, "/clear", "hello", "/exit", "never"]
+        options = ["--factors", factors_file, "--max-new-tokens", "3"]
+        found = longrope2("chat", talker, *options, stdin="\n".join(lines).encode())
+        assert found.code == 0
+        assert len(found.out.splitlines()) == 2
+        assert "/clear begins again" in found.err
+        assert "none: cannot be read" in found.err
+        assert "15 characters go with your next message" in found.err
+        assert "more than the extended window of 1,024" in found.err
+        assert found.err.count("[prompt of") == 2
+
+    def test_a_model_without_a_template_is_refused(self, longrope2):
+        found = longrope2("chat", "tiny", stdin=b"hello")
+        assert found.code == 2
+        assert "tiny has no chat template" in found.err

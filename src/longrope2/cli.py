@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ from longrope2.distributed import is_main_process, wait_to_speak, world
 from longrope2.errors import LongRopeError
 from longrope2.evaluation.config import EvaluationConfig, evaluation_config
 from longrope2.export.config import ExportConfig, VerifyConfig
-from longrope2.generation.config import GenerateConfig
+from longrope2.generation.config import ChatConfig, GenerateConfig
 from longrope2.malloc import keep_freed_memory
 from longrope2.methods import ClosedForm
 from longrope2.options import build
@@ -180,6 +180,36 @@ def generate(model: str, source: str | None, factors: Path | None, **options: An
         say(remark)
     if result.interrupted:
         raise KeyboardInterrupt
+
+
+@cli.command()
+@model_argument
+@factors_option
+@options_of(ChatConfig)
+def chat(model: str, factors: Path | None, **options: Any) -> None:
+    """Talk to a model in the terminal, exactly, across the switch.
+
+    Each line is a message: /file PATH adds a text file to the next one, /clear begins again, /exit or Ctrl-D ends.
+    Ctrl-C stops an answer.
+    """
+    from longrope2.generation.generate import HELP, Chat, run_chat
+
+    talk = Chat(model, build(ChatConfig, "chat", options), factors_file=factors)
+    if sys.stdin.isatty():
+        say(HELP)
+    run_chat(talk, _messages(), partial(print, end="", flush=True))
+
+
+def _messages() -> Iterator[str]:
+    """The lines of stdin, asked for where a person types them."""
+    if not sys.stdin.isatty():
+        yield from sys.stdin
+        return
+    with suppress(ImportError):  # where it is there, input() can be edited
+        import readline  # noqa: F401
+    with suppress(EOFError):
+        while True:
+            yield input("> ")
 
 
 @cli.command()

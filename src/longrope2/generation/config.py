@@ -30,13 +30,10 @@ class Sampling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateConfig:
-    """The options of `longrope2 generate`."""
+class WritingConfig:
+    """What `longrope2 generate` and `longrope2 chat` share."""
 
-    prompt: str | None = option(None, "The prompt itself.", metavar="TEXT")
-    prompt_file: FileName | None = option(None, "Read the prompt from a file.")
     max_new_tokens: Length | None = option(None, "Default: 256, or what the window leaves room for.", least=1)
-    stream: bool = option(False, "Print text as it is generated.")
     strategy: Strategy | None = option(
         None,
         "At the switch: recompute the cache, build it ahead in small parts, or use one RoPE for the whole text.",
@@ -47,7 +44,6 @@ class GenerateConfig:
         None, "Tokens above which the long RoPE is used; default: the model's own, or its trained window."
     )
     sampling: Sampling = option(Sampling)
-    raw: bool = option(False, "Do not use the chat template.")
     allow_beyond: bool = option(False, "Allow more tokens than the window, with a warning.", flag="--beyond-window")
 
     def check(self) -> None:
@@ -58,3 +54,20 @@ class GenerateConfig:
             found = [f"temperature must be 0 or at least {LEAST_TEMPERATURE:g}, got {temperature:g}"]
         if found:
             raise LongRopeError(all_problems("generation", found), hint="see `longrope2 generate --help`")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig(WritingConfig):
+    """The options of `longrope2 generate`."""
+
+    prompt: str | None = option(None, "The prompt itself.", metavar="TEXT")
+    prompt_file: FileName | None = option(None, "Read the prompt from a file.")
+    stream: bool = option(False, "Print text as it is generated.")
+    raw: bool = option(False, "Do not use the chat template.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatConfig(WritingConfig):
+    """The options of `longrope2 chat`."""
+
+    system: str | None = option(None, "What the model is told before the first message.", metavar="TEXT")

@@ -1,11 +1,12 @@
-"""`longrope2 generate`: a prompt from anywhere becomes text, with what the switch cost."""
+"""`longrope2 generate` and `chat`: a prompt from anywhere becomes text, with what the switch cost."""
 
 import logging
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,11 @@ import torch
 from transformers import TextStreamer
 from transformers.generation import stopping_criteria
 
-from longrope2.chat import user_turn
-from longrope2.console import warn
+from longrope2.chat import render_chat, user_turn
+from longrope2.console import say, warn
 from longrope2.errors import DataError, LongRopeError
 from longrope2.factors import RescaleFactors
-from longrope2.generation.config import GenerateConfig
+from longrope2.generation.config import ChatConfig, GenerateConfig, WritingConfig
 from longrope2.generation.saved import carries_factors
 from longrope2.generation.strategies import Switch
 from longrope2.generation.switch import check_switch_length, load
@@ -42,6 +43,8 @@ class Generated:
     """A text, and how it came about."""
 
     text: str
+    tokens: tuple[int, ...]
+    """Without what ends a text."""
     remarks: tuple[str, ...]
     """Times, and what happened at the switch, in words."""
     interrupted: bool
@@ -56,17 +59,17 @@ class Listener(TextStreamer):
         self._on_text = on_text
         self.times: list[float] = []
         """When the prompt went in, and when each new token came out."""
-        self._tokens: list[int] = []
+        self.tokens: list[int] = []
 
     @property
     def text(self) -> str:
         """What was generated so far."""
-        return str(self.tokenizer.decode(self._tokens, skip_special_tokens=True))
+        return str(self.tokenizer.decode(self.tokens, skip_special_tokens=True))
 
     def put(self, value: torch.Tensor) -> None:
         """Take the prompt, then one new token a call."""
         if self.times:
-            self._tokens += value.tolist()
+            self.tokens += value.tolist()
         self.times.append(time.perf_counter())
         if self._on_text is not None:
             super().put(value)
@@ -82,6 +85,99 @@ class Listener(TextStreamer):
         self._on_text(text + "\n" * stream_end)
 
 
+class Writer:
+    """A model that continues texts. Everything that can be refused is refused before its weights are loaded."""
+
+    def __init__(self, model: str, config: WritingConfig, *, factors_file: Path | None = None) -> None:
+        config.check()
+        self._config = config
+        self._factors = None if factors_file is None else RescaleFactors.load(factors_file)
+        self._info = describe(model, original_length=self._factors.original_length if self._factors else None)
+        if self._factors is not None:
+            check_factors(self._factors, self._info)
+        self._has_factors = self._factors is not None or carries_factors(self._info)
+        if not self._has_factors and (config.strategy or config.switch_length):
+            raise LongRopeError(
+                f"{model} has no factors, so there is nothing to switch to",
+                hint="pass --factors FILE, or omit --switch and --switch-length",
+            )
+        self.tokenizer = load_tokenizer(self._info)
+        self.window = self._info.reading.window if self._factors is None else self._factors.target_length
+        if config.switch_length is not None:
+            check_switch_length(config.switch_length, self.window)
+        self._cached: tuple[list[int], Any] = [], None
+        """The tokens of the last text, and its cache."""
+
+    @cached_property
+    def _live(self) -> Any:
+        live = load_model(self._info).model
+        if self._has_factors:
+            strategy, switch_length = self._config.strategy or "recompute", self._config.switch_length
+            live = load(live, self._factors, switch_length=switch_length, strategy=strategy)
+        torch.manual_seed(self._config.sampling.seed)
+        stopping_criteria.logger.addFilter(NO_REMINDER)
+        return live
+
+    def room(self, ids: list[int]) -> int:
+        """How many new tokens fit after these, or an error if none do."""
+        allow, has_factors = self._config.allow_beyond, self._has_factors
+        room = _room(len(ids), self._config.max_new_tokens, self.window, allow_beyond=allow, has_factors=has_factors)
+        if not has_factors and len(ids) + room > self.window:
+            total = f"prompt and new tokens come to {len(ids) + room:,} tokens"
+            warn(f"{total}, {self._info.name} is made for {self.window:,}")
+        return room
+
+    def write(self, ids: list[int], *, on_text: Callable[[str], None] | None = None) -> Generated:
+        """Continue a text; what an earlier call has read of it is not read again."""
+        room, live = self.room(ids), self._live
+        options: dict[str, Any] = self._config.sampling.options()
+        if self._has_factors:
+            options["allow_beyond"] = self._config.allow_beyond
+        known, cache = self._cached
+        if cache is not None and ids[: len(known)] == known and len(known) < len(ids):
+            options["past_key_values"] = cache
+        self._cached = [], None
+        listener = Listener(self.tokenizer, on_text)
+        input_ids = torch.tensor([ids], device=live.device)
+        end = live.generation_config.eos_token_id
+        end = self.tokenizer.eos_token_id if end is None else end
+        pad = end[0] if isinstance(end, list) else end
+        interrupted = False
+        try:
+            found = live.generate(
+                input_ids,
+                attention_mask=torch.ones_like(input_ids),
+                max_new_tokens=room,
+                streamer=listener,
+                eos_token_id=end,
+                pad_token_id=0 if pad is None else pad,
+                return_dict_in_generate=True,
+                **options,
+            )
+            self._cached = found.sequences[0, :-1].tolist(), found.past_key_values  # the last one was never run
+        except KeyboardInterrupt:
+            listener.end()  # what was generated so far is the user's
+            interrupted = True
+        except torch.OutOfMemoryError as error:
+            raise LongRopeError(
+                f"out of memory at a prompt of {len(ids):,} tokens ({live.dtype} on {live.device})",
+                hint="use a shorter prompt, or a GPU with more memory",
+            ) from error
+        except RuntimeError as error:
+            if "probability tensor" not in str(error):
+                raise
+            raise LongRopeError(
+                "the model's logits are not finite, so that nothing can be sampled",
+                hint="its weights may be damaged, or too large for this dtype",
+            ) from error
+        remarks = _remarks(Timing(listener.times), len(ids), room, live.longrope2 if self._has_factors else None)
+        ends = end if isinstance(end, list) else [end]
+        tokens = tuple(
+            listener.tokens[:-1] if listener.tokens[-1:] and listener.tokens[-1] in ends else listener.tokens
+        )
+        return Generated(text=listener.text, tokens=tokens, remarks=tuple(remarks), interrupted=interrupted)
+
+
 def generate(
     model: str,
     prompt: str,
@@ -90,71 +186,68 @@ def generate(
     factors_file: Path | None = None,
     on_text: Callable[[str], None] | None = None,
 ) -> Generated:
-    """Continue a prompt; `on_text` gets the text piece by piece.
+    """Continue a prompt; `on_text` gets the text piece by piece."""
+    writer = Writer(model, config, factors_file=factors_file)
+    return writer.write(encode(writer.tokenizer, prompt, raw=config.raw), on_text=on_text)
 
-    Everything that can be refused is refused before the weights are loaded.
-    """
-    config.check()
-    strategy, switch_length, allow_beyond = config.strategy, config.switch_length, config.allow_beyond
-    factors = None if factors_file is None else RescaleFactors.load(factors_file)
-    info = describe(model, original_length=factors.original_length if factors else None)
-    if factors is not None:
-        check_factors(factors, info)
-    has_factors = factors is not None or carries_factors(info)
-    if not has_factors and (strategy or switch_length):
-        raise LongRopeError(
-            f"{model} has no factors, so there is nothing to switch to",
-            hint="pass --factors FILE, or omit --switch and --switch-length",
-        )
-    tokenizer = load_tokenizer(info)
-    ids = encode(tokenizer, prompt, raw=config.raw)
-    window = info.reading.window if factors is None else factors.target_length
-    if switch_length is not None:
-        check_switch_length(switch_length, window)
-    room = _room(len(ids), config.max_new_tokens, window, allow_beyond=allow_beyond, has_factors=has_factors)
-    if not has_factors and len(ids) + room > window:
-        warn(f"prompt and new tokens come to {len(ids) + room:,} tokens, {model} is made for {window:,}")
 
-    live = load_model(info).model
-    options: dict[str, Any] = config.sampling.options()
-    if has_factors:
-        live = load(live, factors, switch_length=switch_length, strategy=strategy or "recompute")
-        options["allow_beyond"] = allow_beyond
-    stopping_criteria.logger.addFilter(NO_REMINDER)
-    torch.manual_seed(config.sampling.seed)
-    listener = Listener(tokenizer, on_text)
-    input_ids = torch.tensor([ids], device=live.device)
-    end = live.generation_config.eos_token_id
-    end = tokenizer.eos_token_id if end is None else end
-    pad = end[0] if isinstance(end, list) else end
-    interrupted = False
-    try:
-        live.generate(
-            input_ids,
-            attention_mask=torch.ones_like(input_ids),
-            max_new_tokens=room,
-            streamer=listener,
-            eos_token_id=end,
-            pad_token_id=0 if pad is None else pad,
-            **options,
-        )
-    except KeyboardInterrupt:
-        listener.end()  # what was generated so far is the user's
-        interrupted = True
-    except torch.OutOfMemoryError as error:
-        raise LongRopeError(
-            f"out of memory at a prompt of {len(ids):,} tokens ({live.dtype} on {live.device})",
-            hint="use a shorter prompt, or a GPU with more memory",
-        ) from error
-    except RuntimeError as error:
-        if "probability tensor" not in str(error):
-            raise
-        raise LongRopeError(
-            "the model's logits are not finite, so that nothing can be sampled",
-            hint="its weights may be damaged, or too large for this dtype",
-        ) from error
-    remarks = _remarks(Timing(listener.times), len(ids), room, live.longrope2 if has_factors else None)
-    return Generated(text=listener.text, remarks=tuple(remarks), interrupted=interrupted)
+class Chat:
+    """A conversation with a model, in its own chat template."""
+
+    def __init__(self, model: str, config: ChatConfig, *, factors_file: Path | None = None) -> None:
+        self._writer = Writer(model, config, factors_file=factors_file)
+        self._system = config.system
+        if not self._writer.tokenizer.chat_template:
+            raise LongRopeError(
+                f"{model} has no chat template: it continues texts, and does not answer",
+                hint="use `longrope2 generate`, or an instruction-tuned model",
+            )
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin again."""
+        self._turns = [{"role": "system", "content": self._system}] if self._system else []
+        self._so_far: tuple[str, list[int]] = "", []
+        """The chat as text, and the tokens that the model read and wrote, which are not those of the text always."""
+
+    def answer(self, message: str, on_text: Callable[[str], None]) -> Generated:
+        """The model's answer to a message; a message that does not fit is not part of the chat."""
+        turns = [*self._turns, {"role": "user", "content": message}]
+        text = render_chat(self._writer.tokenizer, turns, add_generation_prompt=True)
+        known, ids = self._so_far if text.startswith(self._so_far[0]) else ("", [])
+        ids = ids + self._writer.tokenizer(text[len(known) :], add_special_tokens=False, verbose=False).input_ids
+        found = self._writer.write(ids, on_text=on_text)
+        self._turns = [*turns, {"role": "assistant", "content": found.text}]
+        self._so_far = text + found.text, [*ids, *found.tokens]
+        return found
+
+
+HELP = "/file PATH adds a text file to your next message, /clear begins again, /exit or Ctrl-D ends"
+
+
+def run_chat(chat: Chat, lines: Iterable[str], on_text: Callable[[str], None]) -> None:
+    """Answer line by line; problems with a line are reported, and the next one is read."""
+    attached = ""
+    for line in lines:
+        command, _, rest = line.strip().partition(" ")
+        if command == "/exit":
+            return
+        try:
+            if command == "/clear":
+                chat.clear()
+                attached = ""
+            elif command == "/file":
+                attached += _decoded(Path(rest.strip()).expanduser()) + "\n\n"
+                say(f"{len(attached):,} characters go with your next message")
+            elif command.startswith("/"):
+                say(HELP)
+            elif command:
+                found = chat.answer(attached + line.strip(), on_text)
+                attached = ""
+                for remark in found.remarks:
+                    say(f"[{remark}]")
+        except LongRopeError as error:
+            say(f"error: {error}")
 
 
 def read_prompt(config: GenerateConfig, argument: str | None = None) -> str:
