@@ -2,6 +2,7 @@
 
 import errno
 import glob
+import hashlib
 import itertools
 import json
 import math
@@ -257,6 +258,11 @@ def checksum(value: Any) -> str:
     return f"xxh3:{xxhash.xxh3_64_hexdigest(json.dumps(plain, sort_keys=True).encode())}"
 
 
+def fingerprint(value: Any) -> str:
+    """A hash by which inputs are compared; it stays as it is, since runs of earlier versions are known by it."""
+    return "sha256:" + hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
 def file_digest(path: Path) -> str:
     """Of every byte of a file, as fast as a disk reads."""
     digest = xxhash.xxh3_128()
@@ -275,6 +281,11 @@ def sealed_line(value: Any) -> str:
     """A line of JSON with its checksum, for files to which lines are added one by one."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return f'{text[:-1]}, "sum": "{xxhash.xxh3_64_hexdigest(text.encode())}"}}\n'
+
+
+def is_sealed(line: bytes) -> bool:
+    """Whether a line has a checksum, right or wrong; earlier releases wrote none."""
+    return b', "sum": ' in line
 
 
 def unsealed(line: bytes) -> bytes:
@@ -411,7 +422,7 @@ def only_one(
 
 @contextmanager
 def _noticing_loss(folder: Path) -> Iterator[None]:
-    """Report what fails because somebody removed the folder that it was at work in."""
+    """Report what fails because the folder that it was at work in has been removed."""
     try:
         yield
     except FileNotFoundError as error:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from longrope2.errors import LongRopeError
-from longrope2.files import naming, open_to_append, parse_json, public, sealed_line, unsealed
+from longrope2.files import is_sealed, naming, open_to_append, parse_json, public, sealed_line, unsealed
 from longrope2.records import RecordError
 from longrope2.runfolder import require_same
 
@@ -92,7 +92,7 @@ class JournalFile:
         # By the line feed alone: a name in the header may hold other characters that Python ends lines at.
         for number, line in enumerate(content[:whole].split(b"\n")[:-1], 1):
             try:
-                if number == 1 and b', "sum": ' not in line and isinstance(old := parse_json(line), dict):
+                if number == 1 and not is_sealed(line) and isinstance(old := parse_json(line), dict):
                     self._check_header(path, old, header)  # of an earlier version, which it says itself
                 entry = parse_json(unsealed(line))
                 kind = entry["type"]

@@ -1,7 +1,5 @@
 """The ledger of an extension: which steps are done, from what, and where in the run's folder their results lie."""
 
-import hashlib
-import json
 import shutil
 import time
 from collections.abc import Mapping
@@ -12,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from longrope2.errors import LongRopeError
-from longrope2.files import atomic_path, file_digest
+from longrope2.files import atomic_path, file_digest, fingerprint
 from longrope2.records import RecordError, RunRecord, StepRecord
 from longrope2.runfolder import RunFolder
 
@@ -146,11 +144,6 @@ def keep_damaged(folder: Path) -> Path | None:
             shutil.copyfile(folder / LEDGER, copy)
         return folder / DAMAGED
     return None
-
-
-def fingerprint(value: Any) -> str:
-    """A hash of plain values."""
-    return "sha256:" + hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def output_digest(path: Path) -> str | None:

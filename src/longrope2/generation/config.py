@@ -70,4 +70,4 @@ class GenerateConfig(WritingConfig):
 class ChatConfig(WritingConfig):
     """The options of `longrope2 chat`."""
 
-    system: str | None = option(None, "What the model is told before the first message.", metavar="TEXT")
+    system: str | None = option(None, "Instructions that come before the first message.", metavar="TEXT")

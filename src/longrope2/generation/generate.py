@@ -141,7 +141,7 @@ class Writer:
         input_ids = torch.tensor([ids], device=live.device)
         end = live.generation_config.eos_token_id
         end = self.tokenizer.eos_token_id if end is None else end
-        pad = end[0] if isinstance(end, list) else end
+        ends = end if isinstance(end, list) else [end]
         interrupted = False
         try:
             found = live.generate(
@@ -150,7 +150,7 @@ class Writer:
                 max_new_tokens=room,
                 streamer=listener,
                 eos_token_id=end,
-                pad_token_id=0 if pad is None else pad,
+                pad_token_id=0 if ends[0] is None else ends[0],
                 return_dict_in_generate=True,
                 **options,
             )
@@ -171,11 +171,10 @@ class Writer:
                 hint="its weights may be damaged, or too large for this dtype",
             ) from error
         remarks = _remarks(Timing(listener.times), len(ids), room, live.longrope2 if self._has_factors else None)
-        ends = end if isinstance(end, list) else [end]
-        tokens = tuple(
-            listener.tokens[:-1] if listener.tokens[-1:] and listener.tokens[-1] in ends else listener.tokens
-        )
-        return Generated(text=listener.text, tokens=tokens, remarks=tuple(remarks), interrupted=interrupted)
+        tokens = listener.tokens
+        if tokens and tokens[-1] in ends:
+            tokens = tokens[:-1]
+        return Generated(text=listener.text, tokens=tuple(tokens), remarks=tuple(remarks), interrupted=interrupted)
 
 
 def generate(

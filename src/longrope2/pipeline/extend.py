@@ -12,8 +12,8 @@ from longrope2 import ledger
 from longrope2.console import duration, say, warn
 from longrope2.distributed import World, world
 from longrope2.errors import LongRopeError, chosen
-from longrope2.files import package_versions
-from longrope2.ledger import STAGES, TRAINING, Ledger, fingerprint
+from longrope2.files import fingerprint, package_versions
+from longrope2.ledger import STAGES, TRAINING, Ledger
 from longrope2.models import describe
 from longrope2.pipeline.recipe import Recipe, default_evaluations, read_recipe
 from longrope2.pipeline.stages import Setting, Step, check_recipe, make_steps, plan_is_usable

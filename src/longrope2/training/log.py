@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from longrope2.console import ProgressLine, say
 from longrope2.errors import MissingExtraError
-from longrope2.files import naming, open_to_append, sealed_line, unsealed, write_text
+from longrope2.files import is_sealed, naming, open_to_append, sealed_line, unsealed, write_text
 from longrope2.records import NeedleLine, RecordError, StepLine, Table, TrainingRecord, TrainingSettings, as_json, parse
 from longrope2.training.config import ResolvedConfig
 
@@ -54,7 +54,7 @@ def read_log(path: Path) -> list[LogLine]:
     lines: list[LogLine] = []
     for line in path.read_bytes().split(b"\n") if path.is_file() else ():
         with suppress(RecordError, ValueError):
-            text = unsealed(line) if b'"sum": ' in line else line  # earlier releases wrote no checksums
+            text = unsealed(line) if is_sealed(line) else line
             lines.append(parse(LogLine, text, LOG))  # type: ignore[arg-type]
     return lines
 

@@ -4,8 +4,6 @@ In this order: check everything that can be checked without weights (`prepare`),
 (`loop.py`), and write the model with a record of the run.
 """
 
-import hashlib
-import json
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +23,7 @@ from longrope2.data.plan import Plan, read_plan
 from longrope2.distributed import World
 from longrope2.errors import DataError, LongRopeError, ModelError, all_problems, require
 from longrope2.factors import RescaleFactors
-from longrope2.files import atomic_folder, package_versions
+from longrope2.files import atomic_folder, fingerprint, package_versions
 from longrope2.generation.saved import FACTORS_FILE, warn_of_single_attention_factor, write_factors
 from longrope2.interrupts import interrupts
 from longrope2.models import (
@@ -176,7 +174,7 @@ def prepare(
         config=config,
         identity={
             "weights": weights_fingerprint(info),
-            "factors": _digest({k: v for k, v in factors.to_json().items() if k != "provenance"}),
+            "factors": fingerprint({k: v for k, v in factors.to_json().items() if k != "provenance"}),
             "plan": plan.fingerprint,
             **identity(config),
         },
@@ -249,10 +247,6 @@ def _warn_of_other_short_side(info: ModelInfo, factors: RescaleFactors) -> None:
 
 def _versions() -> dict[str, str]:
     return package_versions("torch", "transformers", "peft")
-
-
-def _digest(value: Any) -> str:
-    return "sha256:" + hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 # The folder
