@@ -16,9 +16,9 @@ PACKAGE = Path(longrope2.__file__).parent
 ORDER = [
     "errors", "chat", "options", "intervals", "files", "records", "malloc", "runfolder", "journal", "console",
     "distributed", "interrupts", "rope", "factors", "methods", "families", "gguf_model", "models", "inspection",
-    "figures", "rotary", "generation", "kernels", "attention", "books", "codec", "needles", "perplexity", "calibration",
-    "search", "data", "training", "evaluation", "export", "ledger", "report", "watching", "pipeline", "api",
-    "command_options", "cli", "reference",
+    "figures", "rotary", "generation", "serving", "kernels", "attention", "books", "codec", "needles", "perplexity",
+    "calibration", "search", "data", "training", "evaluation", "export", "ledger", "report", "watching", "pipeline",
+    "api", "command_options", "cli", "reference",
 ]  # fmt: skip
 
 
