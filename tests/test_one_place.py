@@ -33,7 +33,7 @@ sys.path.insert(0, str(folder))
 (folder / "dummy_probe.py").write_text('''
 import json, pathlib, sys
 def ask_dummy(job):
-    answers = [{"tokens": [1] * count, "logprobs": {"5": -1.0, "6": -2.0}} for count in job["new_tokens"]]
+    answers = [{"tokens": [1] * count, "logprobs": [{"5": -1.0, "6": -2.0}] * count} for count in job["new_tokens"]]
     return {"version": "dummy 1.0", "answers": answers}
 if __name__ == "__main__":
     job = json.loads(pathlib.Path(sys.argv[2]).read_text())

@@ -333,7 +333,7 @@ class Evaluate(click.Command):
     "--backend",
     type=Choice(["torch", "vllm"]),
     default="torch",
-    help="vllm: faster, one side of the switch for all lengths.",
+    help="vllm: faster; takes a saved model, as it would be served.",
 )
 @switch_length_option
 @option("--cache", type=FOLDER, help="Where RULER's samples are kept; default: samples/ in the output folder.")

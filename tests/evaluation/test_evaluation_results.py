@@ -30,6 +30,7 @@ from longrope2.methods import rescale
 from longrope2.models import describe
 from longrope2.perplexity import Score
 from longrope2.records import Measured, Results, as_json
+from longrope2.serving.settings import RESOLVED, SwitchSettings
 
 
 def measured(suite, task, length, score, samples=20, **options) -> Measured:
@@ -481,11 +482,12 @@ def test_tasks_belong_to_their_suites():
 def test_vllm_is_asked_as_it_wants(monkeypatch):
     from longrope2.evaluation.backend import VllmBackend
 
-    asked = {}
+    asked, noted = {}, {}
 
     class Engine:
         def __init__(self, **options):
             asked["engine"] = options
+            self.llm_engine = types.SimpleNamespace(vllm_config=types.SimpleNamespace(additional_config=noted))
 
         def generate(self, prompts, parameters, *, use_tqdm):
             asked["prompts"], asked["parameters"] = prompts, parameters
@@ -497,7 +499,10 @@ def test_vllm_is_asked_as_it_wants(monkeypatch):
     assert backend.answer([Prompt(token_ids=(1, 2), max_new_tokens=3, stop=(";",))]) == ["yes"]
     assert asked["engine"]["max_model_len"] == 256
     assert asked["engine"]["trust_remote_code"] is False
-    VllmBackend(replace(describe("tiny"), location="owner/name@v1"), None, window=256)
+    assert backend.switch_length is None
+    noted[RESOLVED] = SwitchSettings(switch_length=100, original_length=128).to_json()
+    other = VllmBackend(replace(describe("tiny"), location="owner/name@v1"), None, window=256)
+    assert other.switch_length == 100
     assert (asked["engine"]["model"], asked["engine"]["revision"]) == ("owner/name", "v1")
     assert asked["prompts"] == [{"prompt_token_ids": [1, 2]}]
     assert asked["parameters"] == [{"temperature": 0.0, "max_tokens": 3, "stop": [";"]}]

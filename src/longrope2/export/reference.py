@@ -14,7 +14,7 @@ from longrope2.export.gguf import GGUFExport
 from longrope2.export.huggingface import is_exported_folder, serving_config
 from longrope2.factors import RescaleFactors
 from longrope2.families import accept_mscales, read_config
-from longrope2.generation.saved import FACTORS_FILE, read_factors
+from longrope2.generation.saved import FACTORS_FILE, read_factors, read_switch_length
 from longrope2.models import json_object, live_config, load_folder
 from longrope2.rotary import rescaled
 
@@ -42,6 +42,7 @@ class Reference:
         """A folder's config.json, as it is."""
         self.expected: dict[str, Any] | None = None
         """What an export would have written there; None for folders made by other means."""
+        self.recorded_switch_length: int | None = None
         self.is_rounded = False
         """Whether engines compute in less than float32; folders are always run in that."""
         self.config: Any
@@ -67,9 +68,15 @@ class Reference:
             self.factors = RescaleFactors.load(own) if own.is_file() else read_factors(read_config(written))
         except FactorsError as error:
             raise FactorsError(error.message, hint=GIVE_EXPORT) from error
+        self.recorded_switch_length = read_switch_length(written)
         if is_exported_folder(self.path):
             self.expected = serving_config(written, self.factors, dtype="float32")
         self.config = live_config(self.expected or written)
+
+    @property
+    def switch_length(self) -> int:
+        """Tokens up to which a sequence is short, for what knows more than the original window."""
+        return self.recorded_switch_length or self.factors.original_length
 
     @cached_property
     def model(self) -> Any:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +131,8 @@ def _asked(reference: Reference, name: str, python: str | None) -> Iterator[Repl
     if python is None:
         yield [Finding(name, "-", None, "not checked", f"not installed: {_pip(engine)}")]
         return
+    if engine.plugin and reference.factors.switches and _has_plugin(engine.plugin, python):
+        engine = replace(engine, chooses="switch")
     for capacity, questions in _runs(engine, reference):
         say(f"asking {name}" + (f" with a window of {capacity:,} tokens" if capacity else ""))
         try:
@@ -140,6 +142,19 @@ def _asked(reference: Reference, name: str, python: str | None) -> Iterator[Repl
             yield [Finding(name, mode, None, "FAILED", error.message) for mode in modes]
         else:
             yield Reply(engine, capacity, questions, content)
+
+
+def _has_plugin(entry_point: tuple[str, str], python: str) -> bool:
+    """Whether an environment has the plugin that makes an engine switch."""
+    code = "import importlib.metadata as m, sys; print(*(e.name for e in m.entry_points(group=sys.argv[1])))"
+    group, name = entry_point
+    try:
+        done = subprocess.run(  # noqa: S603 - a list, no shell
+            [python, "-c", code, group], capture_output=True, text=True, errors="replace", timeout=HOUR
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False  # asking it questions will say why
+    return name in done.stdout.split()
 
 
 def _runs(engine: ServingEngine, reference: Reference) -> Iterator[tuple[int | None, list[ProbePrompt]]]:
@@ -157,6 +172,14 @@ def _runs(engine: ServingEngine, reference: Reference) -> Iterator[tuple[int | N
         short_questions = [question("short", length) for length in (original // 2, original)]
         # The last of these tokens is chosen after original + 1 others.
         yield None, [*short_questions, *long_questions, question("crossing", original - 2, new_tokens=4)]
+        return
+    if engine.chooses == "switch":
+        length = reference.switch_length
+        questions = [question("short", length // 2, 3), question("short", length)]
+        questions += [question("crossing", length - 2, 5), question("crossing", length, 3)]
+        longer = {length + 1, min(length * 3 // 2, factors.target_length - 1)}
+        questions += [question("long", number, 2) for number in sorted(longer) if number > length]
+        yield min(max(len(one.prompt) + one.new_tokens for one in questions), factors.target_length), questions
         return
     throughout = question("short, long factors", original // 2)
     if engine.chooses == "long":
@@ -177,6 +200,7 @@ def _job(
     return {
         "path": str(reference.path.absolute()),
         "capacity": capacity,
+        "switches": engine.chooses == "switch",
         # What llama.cpp is given as --yarn-attn-factor.
         "temperature_ratio": 1.0 if long else factors.short_attention_factor / factors.long_attention_factor,
         "threads": torch.get_num_threads(),
@@ -226,27 +250,35 @@ def _cache_bytes(config: Any, capacity: int) -> int:
 def _judge(reference: Reference, reply: Reply) -> Iterator[Finding]:
     """Compare answers with the reference, mode by mode."""
     engine, version = reply.engine, reply.content["version"]
+    expected = reference.switch_length
+    if engine.chooses == "switch" and reply.content["switch_length"] != expected:
+        found = reply.content["switch_length"] or "no"
+        yield Finding(version, "-", None, "WRONG", f"its plugin has a switch length of {found}, not {expected:,}")
     by_mode: dict[str, list[Answer]] = {}
     for question, answer in zip(reply.questions, reply.content["answers"], strict=True):
-        tokens = question.prompt + answer["tokens"][:-1]
-        long = engine.is_long(reference.factors, length=len(tokens), capacity=reply.capacity)
-        logprobs = {int(token): value for token, value in answer["logprobs"].items()}
-        by_mode.setdefault(question.mode, []).append(Answer(tokens, long, logprobs))
+        for number, choices in enumerate(answer["logprobs"]):
+            tokens = question.prompt + answer["tokens"][:number]
+            long = engine.is_long(
+                reference.factors, length=len(tokens), capacity=reply.capacity, switch_length=expected
+            )
+            logprobs = {int(token): value for token, value in choices.items()}
+            by_mode.setdefault(question.mode, []).append(Answer(tokens, long, logprobs))
     for mode, answers in by_mode.items():
         error = reference.error(answers)
         if not math.isfinite(error):
             yield Finding(version, mode, None, "WRONG", "its log-probabilities are not finite numbers")
         elif error <= _tolerance(reference, answers):
             yield Finding(version, mode, error, "right")
-        elif mode == "crossing" and profile_of(reference.factors) == "dual":
+        elif mode == "crossing" and engine.chooses == "length" and profile_of(reference.factors) == "dual":
             yield Finding(version, mode, error, "known limit", STALE)
         else:
             yield Finding(version, mode, error, "WRONG", _explanation(reference, engine, answers))
 
 
 def _explanation(reference: Reference, engine: ServingEngine, answers: Sequence[Answer]) -> str:
-    """What the engine seems to have run instead."""
-    errors = reference.errors_of_faults(answers)
+    """What the engine seems to have run instead where it was furthest from right."""
+    worst = max(answers, key=lambda answer: reference.error([answer]))
+    errors = reference.errors_of_faults([worst])
     nearest = min(errors, key=lambda name: errors[name])
     fault = engine.fault(reference.factors, reference.config.model_type)
     causes = [f"nearest to {nearest} (error {errors[nearest]:.1e})", fault]

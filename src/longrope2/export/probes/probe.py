@@ -1,8 +1,8 @@
 """Ask one engine for log-probabilities: python probe.py FUNCTION JOB.json ANSWERS.json.
 
 A job names a model, the window to start the engine with, and prompts as token ids with the number of tokens to
-generate greedily after each. An answer holds those tokens and, for the last of them, the engine's most probable
-choices. Runs in any environment that has the engine, in float32 on whatever device there is.
+generate greedily after each. An answer holds those tokens and, for each of them, the engine's most probable choices.
+Runs in any environment that has the engine, in float32 on whatever device there is.
 """
 
 import json
@@ -46,36 +46,41 @@ def ask_transformers(job: dict[str, Any]) -> dict[str, Any]:
             return_dict_in_generate=True,
             output_logits=True,
         )
-        top = output.logits[-1][0].float().log_softmax(-1).topk(min(TOP, output.logits[-1].shape[-1]))
-        choices = dict(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+        tops = [step[0].float().log_softmax(-1).topk(min(TOP, step.shape[-1])) for step in output.logits]
+        choices = [dict(zip(top.indices.tolist(), top.values.tolist(), strict=True)) for top in tops]
         answers.append({"tokens": output.sequences[0, len(prompt) :].tolist(), "logprobs": choices})
     return {"version": f"transformers {transformers.__version__}", "answers": answers}
 
 
 def ask_vllm(job: dict[str, Any]) -> dict[str, Any]:
-    """The engine as `vllm serve` starts it, with max_model_len as given."""
+    """The engine as `vllm serve` starts it, with max_model_len as given; all prompts in one batch where it switches."""
     import vllm
 
+    together = job["switches"]
     engine = vllm.LLM(
         model=job["path"],
         dtype="float32",
         max_model_len=job["capacity"],
-        max_num_seqs=1,
+        max_num_seqs=len(job["prompts"]) if together else 1,
         kv_cache_memory_bytes=job["cache_bytes"],
         max_logprobs=TOP,
         enforce_eager=True,
-        enable_prefix_caching=False,
+        enable_prefix_caching=together,
         skip_tokenizer_init=True,
     )
+    prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
+    options = [
+        vllm.SamplingParams(temperature=0.0, max_tokens=count, logprobs=TOP, ignore_eos=True, detokenize=False)
+        for count in job["new_tokens"]
+    ]
     answers = []
-    for prompt, count in zip(job["prompts"], job["new_tokens"], strict=True):
-        options = vllm.SamplingParams(
-            temperature=0.0, max_tokens=count, logprobs=TOP, ignore_eos=True, detokenize=False
-        )
-        output = engine.generate({"prompt_token_ids": prompt}, options)[0].outputs[0]
-        choices = {token: choice.logprob for token, choice in output.logprobs[-1].items()}
+    for output in (answer.outputs[0] for answer in engine.generate(prompts, options)):
+        choices = [{token: choice.logprob for token, choice in step.items()} for step in output.logprobs]
         answers.append({"tokens": list(output.token_ids), "logprobs": choices})
-    return {"version": f"vllm {vllm.__version__}", "answers": answers}
+    # What the plugin, if there is one, has noted in the engine's configuration.
+    noted = engine.llm_engine.vllm_config.additional_config.get("longrope2.switch")
+    version = f"vllm {vllm.__version__}" + (f" with longrope2 {noted['version']}" if noted else "")
+    return {"version": version, "answers": answers, "switch_length": noted and noted["switch_length"]}
 
 
 def ask_mlx(job: dict[str, Any]) -> dict[str, Any]:
@@ -89,10 +94,11 @@ def ask_mlx(job: dict[str, Any]) -> dict[str, Any]:
     answers = []
     for prompt, count in zip(job["prompts"], job["new_tokens"], strict=True):
         tokens: list[int] = []
+        choices: list[dict[int, float]] = []
         for _ in range(count):
             logits = model(mx.array([prompt + tokens]))[0, -1].astype(mx.float32).tolist()
-            choices = _log_softmax(logits)
-            tokens.append(max(choices, key=lambda token: choices[token]))
+            choices.append(_log_softmax(logits))
+            tokens.append(max(choices[-1], key=choices[-1].__getitem__))
         answers.append({"tokens": tokens, "logprobs": choices})
     return {"version": f"mlx-lm {mlx_lm.__version__}", "answers": answers}
 
@@ -136,7 +142,7 @@ def _ask_xllamacpp(job: dict[str, Any]) -> dict[str, Any]:
             raise RuntimeError(str(reply))
         step = reply["choices"][0]["logprobs"]["content"][0]
         choices = {choice["id"]: choice["logprob"] for choice in step["top_logprobs"]}
-        answers.append({"tokens": [step["id"]], "logprobs": choices})
+        answers.append({"tokens": [step["id"]], "logprobs": [choices]})
     return {"version": f"llama.cpp (xllamacpp {xllamacpp.__version__})", "answers": answers}
 
 
@@ -160,7 +166,7 @@ def _ask_llama_cpp_python(job: dict[str, Any]) -> dict[str, Any]:
         model.eval(prompt)
         logits = llama_cpp.llama_get_logits_ith(model.ctx, -1)
         choices = _log_softmax([logits[i] for i in range(model.n_vocab())])
-        answers.append({"tokens": [max(choices, key=lambda token: choices[token])], "logprobs": choices})
+        answers.append({"tokens": [max(choices, key=choices.__getitem__)], "logprobs": [choices]})
     return {"version": f"llama.cpp (llama-cpp-python {llama_cpp.__version__})", "answers": answers}
 
 
