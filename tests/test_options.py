@@ -118,7 +118,7 @@ def test_every_wrong_name_type_and_limit_is_named():
     assert "length is missing" in caught.value.message
     wrong = Outer(length=True, word="c", warmth="hot", depths=(0.5, "x"), inner=Inner(rounds=1.5, share=float("nan")))
     assert wrong_types(wrong) == [
-        "length must be a whole number, got true",
+        'length must be a length such as "32k", got true',
         'word must be "a" or "b", got "c"',
         'warmth must be a number or "searched", got "hot"',
         'depths must be a list in brackets, each a number, got [0.5, "x"]',

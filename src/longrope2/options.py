@@ -7,7 +7,8 @@ class is a frozen dataclass in a module that imports nothing heavy, so that `--h
 import difflib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -16,7 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 from longrope2.errors import LongRopeError, all_problems
 
 Length = Annotated[int, "tokens"]
-"""A number of tokens, which the command line also takes as 32k or 1M."""
+"""A number of tokens, which may also be given as 32k or 1M."""
 FileName = Annotated[str, "file"]
 """The path of a file; the command line refuses an empty one, which would stand for this folder."""
 _OPTION = "option"
@@ -43,6 +44,8 @@ class Option:
     """Limits that are not allowed themselves."""
     parse: Callable[[str], Any] | None = None
     """How the command line reads a text, where the type does not say it."""
+    choices: Callable[[], Collection[str]] | None = None
+    """The names that each text must be one of, where the type does not say it."""
     command: bool = True
     """Whether the command line has it."""
     recipe: bool = True
@@ -91,6 +94,24 @@ class Stated:
         """Its name on the command line."""
         return self.option.flag or "--" + self.name.replace("_", "-")
 
+    def wrong_type(self, value: Any) -> str | None:
+        """What to say of a value that is not of its type."""
+        if conforms(value, self.hint):
+            return None
+        return f"{self.name} must be {in_words(self.hint)}, got {in_toml(value)}"
+
+    def broken_limit(self, value: Any) -> str | None:
+        """What to say of a value of its type that breaks a limit."""
+        numbers = [number for number in (value if isinstance(value, tuple) else [value]) if _is_number(number)]
+        broken = next(filter(None, map(self.option.limits, numbers)), None)
+        return f"{self.name} {broken}, got {in_toml(value)}" if broken else None
+
+    def unknown_choice(self, value: Any) -> str | None:
+        """What to say of a name that it does not know."""
+        known = self.option.choices() if self.option.choices else ()
+        wrong = [name for name in (value if isinstance(value, tuple) else [value]) if known and name not in known]
+        return f"{self.name}: {wrong[0]!r} is not known{_guess(wrong[0], known)}" if wrong else None
+
 
 def stated(kind: type) -> Iterator[Stated]:
     """The options of a config class, in order; those of a config class inside it stand in its place."""
@@ -113,21 +134,12 @@ def required(kind: type) -> list[str]:
 
 def wrong_types(config: Any) -> list[str]:
     """Every option of a config whose value is not of its type, in words."""
-    return [
-        f"{entry.name} must be {in_words(entry.hint)}, got {in_toml(value)}"
-        for entry, value in _values(config)
-        if not conforms(value, entry.hint)
-    ]
+    return [problem for entry, value in _values(config) if (problem := entry.wrong_type(value))]
 
 
 def broken_limits(config: Any) -> list[str]:
     """Every option of a config that breaks a limit, in words; all have the right type."""
-    found = []
-    for entry, value in _values(config):
-        numbers = [number for number in (value if isinstance(value, tuple) else [value]) if _is_number(number)]
-        broken = next(filter(None, map(entry.option.limits, numbers)), None)
-        found += [f"{entry.name} {broken}, got {in_toml(value)}"] if broken else []
-    return found
+    return [problem for entry, value in _values(config) if (problem := entry.broken_limit(value))]
 
 
 def identity(config: Any) -> dict[str, Any]:
@@ -135,22 +147,30 @@ def identity(config: Any) -> dict[str, Any]:
     return {entry.name: value for entry, value in _values(config) if not entry.option.elastic}
 
 
-def wrong_entries(subject: str, table: Mapping[str, Any], hints: Mapping[str, Any]) -> list[str]:
-    """Unknown keys and values of the wrong type in a table, in words; `hints` has the type of each key."""
-    return [
-        f"{subject}: {unknown(name, hints)}"
-        if name not in hints
-        else f"{subject}: {name} must be {in_words(hints[name])}, got {in_toml(value)}"
-        for name, value in table.items()
-        if name not in hints or not conforms(plain(value), hints[name])
-    ]
+def wrong_entries(
+    subject: str, table: Mapping[str, Any], known: Mapping[str, Stated], *, limits: bool = True
+) -> list[str]:
+    """Unknown keys and values of the wrong type in a table of a file, in words; with `limits` also what breaks one."""
+    found = []
+    for name, given in table.items():
+        if name not in known:
+            found.append(f"{subject}: {unknown(name, known)}")
+            continue
+        entry = known[name]
+        value = plain(given, entry.hint)
+        problem = entry.wrong_type(value)
+        if limits:
+            problem = problem or entry.broken_limit(value) or entry.unknown_choice(value)
+        if problem:
+            found.append(f"{subject}: {problem}")
+    return found
 
 
 def build(kind: type[Config], subject: str, values: Mapping[str, Any]) -> Config:
     """A config from plain values, as command line, recipes and Python give them; refuses unknown names.
 
-    A list stands for a tuple, a path for its text, None for the default. Types and limits are the config's own to
-    check.
+    A list stands for a tuple, a path for its text, "32k" for a length, None for the default. Types and limits are the
+    config's own to check.
     """
     known = {entry.name: entry for entry in stated(kind)}
     wrong = [unknown(name, known) for name in values if name not in known]
@@ -168,7 +188,7 @@ def _built(kind: Any, values: Mapping[str, Any]) -> Any:
         if is_dataclass(hint):
             given[entry.name] = _built(hint, values)
         elif entry.name in values:
-            given[entry.name] = plain(values[entry.name])
+            given[entry.name] = plain(values[entry.name], hint)
     return kind(**given)
 
 
@@ -179,19 +199,28 @@ def parse_length(text: str) -> int:
     return int(text[:-1] if unit > 1 else text) * unit
 
 
-def plain(value: Any) -> Any:
-    """Lists as tuples, paths as text."""
+def plain(value: Any, hint: Any = Any) -> Any:
+    """Lists as tuples, paths as text, lengths as numbers where the type asks for them."""
+    kinds = (hint, *get_args(hint))
     if isinstance(value, list | tuple):
-        return tuple(plain(item) for item in value)
+        items = [get_args(kind)[0] for kind in kinds if get_origin(kind) is tuple]
+        return tuple(plain(item, *items[:1]) for item in value)
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, str) and Length in kinds:
+        with suppress(ValueError):
+            return parse_length(value)
     return str(value) if isinstance(value, Path) else value
 
 
-def unknown(name: str, known: Mapping[str, Any]) -> str:
+def unknown(name: str, known: Collection[str]) -> str:
     """What to say of a name that nothing has."""
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"unknown key {name!r}" + (f", did you mean {near[0]!r}?" if near else "")
+    return f"unknown key {name!r}{_guess(name, known)}"
+
+
+def _guess(name: str, known: Collection[str]) -> str:
+    near = difflib.get_close_matches(str(name), known, n=1)
+    return f", did you mean {near[0]!r}?" if near else ""
 
 
 def conforms(value: Any, hint: Any) -> bool:
@@ -229,6 +258,8 @@ def schema(kind: type) -> dict[str, Any]:
         if entry.default is not MISSING and entry.default is not None:
             facts["default"] = entry.default
         properties[entry.name] = facts | _schema(entry.hint, entry.option)
+        if entry.option.choices:
+            properties[entry.name]["items"] = {"enum": list(entry.option.choices())}
     return {
         "type": "object",
         "properties": properties,
@@ -239,6 +270,8 @@ def schema(kind: type) -> dict[str, Any]:
 
 def _schema(hint: Any, facts: Option) -> dict[str, Any]:
     origin, parts = get_origin(hint), get_args(hint)
+    if hint == Length:
+        return {"anyOf": [_schema(int, facts), {"type": "string", "pattern": "^[0-9]+[kKmM]?$"}]}
     if origin is Annotated:
         return _schema(parts[0], facts)
     if origin in (Union, UnionType):
@@ -259,6 +292,8 @@ def _schema(hint: Any, facts: Option) -> dict[str, Any]:
 def in_words(hint: Any) -> str:
     """What a type allows, as one writes it in TOML."""
     origin, parts = get_origin(hint), get_args(hint)
+    if hint == Length:
+        return 'a length such as "32k"'
     if origin is Annotated:
         return in_words(parts[0])
     if origin in (Union, UnionType):

@@ -203,7 +203,8 @@ def test_every_problem_of_a_config_file_at_once(tmp_path):
         "unknown key 'sauce'", "plan: unknown key 'seeds'", 'plan: seed must be a whole number, got "x"',
         "plan: repeat must be true or false, got 1", "plan: rows must be a whole number, got true",
         "source 1: unknown key 'paths', did you mean 'path'?", "source 1: path is missing",
-        "bucket 1: up_to must be a whole number, got 5.5", "bucket 1: unknown key 'size'", "bucket 1: quota is missing",
+        'bucket 1: up_to must be a length such as "32k", got 5.5',
+        "bucket 1: unknown key 'size'", "bucket 1: quota is missing",
     ):  # fmt: skip
         assert problem in error.value.message
     assert "text_column" in error.value.hint

@@ -343,5 +343,6 @@ def test_one_length_to_cut_to_or_several():
     assert Source(path="p", cut=64).cut_lengths == (64,)
     assert Source(path="p", cut=("x",), upsample="far").problems() == [
         "source 'p': upsample must be a number, got \"far\"",
-        "source 'p': cut must be a whole number or a list in brackets, each a whole number, got [\"x\"]",
+        "source 'p': cut must be a length such as \"32k\" or a list in brackets, each a length such as "
+        '"32k", got ["x"]',
     ]

@@ -182,13 +182,56 @@ learning_rate = true
 lora = 1.5
 betas = [0.9]
 compiled = 1
+batch_rows = 0
+[recall]
+lengths = [32]
 [[source]]
 weight = 2
 [[bucket]]
-up_to = "8k"
+up_to = "8 z"
 [export]
 formats = ["onnx"]
 """
+
+
+LENGTHS = """
+target_length = "32k"
+original_length = "8K"
+[recall]
+lengths = ["8k", 16384]
+[[source]]
+path = "books"
+cut = ["2k", 4000]
+[[bucket]]
+up_to = "8k"
+quota = 1
+[[bucket]]
+up_to = "32k"
+quota = 1
+[[evaluate]]
+suites = ["niah"]
+lengths = ["4k", "1M"]
+batch_tokens = "1M"
+"""
+
+
+def test_lengths_as_people_write_them(tmp_path):
+    (tmp_path / "r.toml").write_text(LENGTHS)
+    recipe = read_recipe(tmp_path / "r.toml")
+    assert (recipe.target_length, recipe.original_length) == (32768, 8192)
+    assert recipe.recall["lengths"] == (8192, 16384)
+    assert recipe.evaluate[0]["lengths"] == (4096, 1 << 20)
+    assert recipe.evaluate[0]["batch_tokens"] == 1 << 20
+    assert recipe.source[0]["cut"] == (2048, 4000)
+    assert [(bucket.above, bucket.up_to) for bucket in recipe.plan_config(8192).buckets] == [(0, 8192), (8192, 32768)]
+
+
+def test_a_misspelt_suite_is_named_beside_the_rest(tmp_path):
+    (tmp_path / "r.toml").write_text('[[evaluate]]\nsuites = ["niah", "rular"]\nsamples = 0\nseed = 1.5\n')
+    with pytest.raises(LongRopeError) as caught:
+        read_recipe(tmp_path / "r.toml")
+    assert "evaluate 1: suites: 'rular' is not known, did you mean 'ruler'?" in str(caught.value)
+    assert "evaluate 1: samples must be at least 1, got 0" in str(caught.value)
 
 
 def test_everything_that_is_wrong_is_named(tmp_path):
@@ -198,7 +241,7 @@ def test_everything_that_is_wrong_is_named(tmp_path):
     message = str(caught.value)
     for part in (
         "unknown key 'colour'",
-        'target_length must be a whole number, got "far"',
+        'target_length must be a length such as "32k", got "far"',
         'description must be a text in quotes, got "2024-01-01"',
         "evaluate must be a list of tables ([[evaluate]]), got 3",
         "search: unknown key 'popualtion', did you mean 'population'?",
@@ -211,9 +254,11 @@ def test_everything_that_is_wrong_is_named(tmp_path):
         "train: betas must be a list of 2 in brackets, each a number, got [0.9]",
         "train: compiled must be true or false, got 1",
         "source 1: path is missing",
-        'bucket 1: up_to must be a whole number, got "8k"',
+        'bucket 1: up_to must be a length such as "32k", got "8 z"',
         'export: formats must be a list in brackets, each "huggingface" or "gguf", got ["onnx"]',
         "method 'yarm' is not known",
+        "train: batch_rows must be at least 1, got 0",
+        "recall: lengths must be at least 64, got [32]",
     ):
         assert part in message
     (tmp_path / "r.toml").write_text('methods = "yarn"')

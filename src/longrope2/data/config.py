@@ -10,6 +10,7 @@ from typing import Any, Literal
 from longrope2.errors import DataError, all_problems
 from longrope2.options import (
     Length,
+    Stated,
     broken_limits,
     build,
     option,
@@ -56,7 +57,7 @@ class Source:
     text_column: str = option("text", "Column that holds the text, in .jsonl, .parquet and hub datasets.")
     name: str = option("", "Name in reports; empty: the path.")
     buckets: tuple[str, ...] = option((), "Names of the buckets that this source fills; empty: all.")
-    cut: int | tuple[int, ...] = option(
+    cut: Length | tuple[Length, ...] = option(
         (),
         "Cut each text into documents of these lengths in tokens, taken in turn; empty: a text is a document.",
         least=SHORTEST,
@@ -101,8 +102,8 @@ class Source:
 class Bucket:
     """Documents longer than `above` and of at most `up_to` tokens, their BOS and EOS included."""
 
-    above: int = option(0, "Documents in this bucket have more tokens.", usual="where the bucket before it ends")
-    up_to: int = option(help="Most tokens of a document in this bucket.")
+    above: Length = option(0, "Documents in this bucket have more tokens.", usual="where the bucket before it ends")
+    up_to: Length = option(help="Most tokens of a document in this bucket.")
     quota: float = option(help="Share of the plan's tokens, relative to the other buckets.", above=0)
     name: str = option("", "Name in plans and reports; empty: its range.")
 
@@ -131,7 +132,7 @@ def chained_buckets(tables: Sequence[Mapping[str, Any]]) -> tuple[Bucket, ...]:
     buckets: list[Bucket] = []
     for table in tables:
         begin = buckets[-1].up_to if buckets else 0
-        buckets.append(Bucket(**{"above": begin, **table}))
+        buckets.append(build(Bucket, "bucket", {"above": begin, **table}))
     return tuple(buckets)
 
 
@@ -336,7 +337,7 @@ def read_mix(path: Path) -> dict[str, Any]:
     problems = [f"unknown key {key!r}" for key in values if key not in ("plan", "source", "bucket")]
     settings = values.get("plan", {})
     if isinstance(settings, dict):
-        problems += wrong_entries("plan", settings, _hints(PlanConfig, "buckets"))
+        problems += wrong_entries("plan", settings, _known(PlanConfig, "buckets"))
     else:
         problems.append(f"plan must be a table, got {settings!r}")
     tables: dict[str, list[Any]] = {"source": values.get("source", []), "bucket": values.get("bucket", [])}
@@ -346,7 +347,7 @@ def read_mix(path: Path) -> dict[str, Any]:
             continue
         for number, table in enumerate(tables[name], start=1):
             subject = f"{name} {number}"
-            problems += wrong_entries(subject, table, _hints(kind))
+            problems += wrong_entries(subject, table, _known(kind))
             problems += [f"{subject}: {key} is missing" for key in required(kind) if key not in table]
     if problems:
         kinds = {"[plan]": PlanConfig, "[[source]]": Source, "[[bucket]]": Bucket}
@@ -356,8 +357,8 @@ def read_mix(path: Path) -> dict[str, Any]:
     return {**settings, "sources": tuple(sources), "buckets": chained_buckets(tables["bucket"])}
 
 
-def _hints(kind: type, *without: str) -> dict[str, Any]:
-    return {entry.name: entry.hint for entry in stated(kind) if entry.name not in without}
+def _known(kind: type, *without: str) -> dict[str, Stated]:
+    return {entry.name: entry for entry in stated(kind) if entry.name not in without}
 
 
 def beside(folder: Path, table: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,5 +1,6 @@
 """What to evaluate, checked as far as nothing needs to be loaded for it."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,17 @@ LARGEST_SEED = 2**32 - 1
 """Of numpy's old generator, with which RULER draws."""
 
 
+def _suites() -> Collection[str]:
+    from longrope2.evaluation.suites import SUITES  # not at the top: `--help` reads this module
+
+    return SUITES
+
+
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
     """What to run."""
 
-    suites: tuple[str, ...] = option(help="One or more, comma-separated.", flag="--suite")
+    suites: tuple[str, ...] = option(help="One or more, comma-separated.", flag="--suite", choices=_suites)
     lengths: tuple[Length, ...] = option(
         (), "Tokens of prompt and answer, e.g. 4k,8k.", usual="4k, 8k, 16k, … up to the window", least=1
     )

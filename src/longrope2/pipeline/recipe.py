@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from longrope2 import ledger
 from longrope2.console import say
@@ -18,10 +18,10 @@ from longrope2.methods import METHODS
 from longrope2.models import TINY
 from longrope2.options import (
     Length,
+    Stated,
     conforms,
     in_recipe,
     in_toml,
-    in_words,
     option,
     plain,
     schema,
@@ -118,9 +118,9 @@ TABLES: dict[str, type] = {
 """Whose options a table holds: those of the command of that stage."""
 
 
-def table_keys() -> dict[str, dict[str, Any]]:
-    """The keys of each table with their types."""
-    return {table: {entry.name: entry.hint for entry in in_recipe(kind)} for table, kind in TABLES.items()}
+def table_keys() -> dict[str, dict[str, Stated]]:
+    """The options of each table."""
+    return {table: {entry.name: entry for entry in in_recipe(kind)} for table, kind in TABLES.items()}
 
 
 def recipe_schema() -> dict[str, Any]:
@@ -228,31 +228,61 @@ def find_recipe(name: str | Path) -> tuple[str, str, Path | None]:
 
 
 def _checked(values: Table, where: str) -> Table:
-    """The file's content with lists as tuples; every wrong key and value is named at once."""
-    top = get_type_hints(Recipe)
-    tables = table_keys()
-    problems = [unknown(key, top) for key in values if key not in top]
-    checked: Table = {}
+    """The file's content as configs take it; every wrong key and value is named at once.
+
+    What breaks a limit is named beside them. Alone it is left to the checks of the stages, which know more.
+    """
+    if _problems(values, limits=False):
+        listed = ", ".join(entry.name for entry in fields(Recipe))
+        problems = all_problems(where, _problems(values, limits=True))
+        raise LongRopeError(problems, hint=f"a recipe knows {listed}; see docs/extend.md")
+    known, tables = _top_keys(), table_keys()
+    return {
+        key: _read(value, tables[key]) if key in tables else plain(value, known[key].hint)
+        for key, value in values.items()
+    }
+
+
+def _problems(values: Table, *, limits: bool) -> list[str]:
+    known, tables = _top_keys(), table_keys()
+    found = []
     for key, value in values.items():
-        if key not in top:
-            continue
-        hint = Table if key in tables and not _is_list(key) else top[key]
-        checked[key] = plain(value)
-        if not conforms(checked[key], hint) or (_is_list(key) and not value):
-            problems.append(f"{key} must be {_table_in_words(key, hint)}, got {in_toml(value)}")
-            continue
-        for number, table in enumerate(checked[key] if _is_list(key) else [checked[key]] if key in tables else []):
-            subject = f"{key} {number + 1}" if _is_list(key) else key
-            problems += _wrong_entries(subject, table, tables[key])
-            problems += [f"{subject}: {name} is missing" for name in _required(key) if name not in table]
-    methods = checked.get("methods", ())
-    if conforms(methods, top["methods"]):
-        problems += [f"method {name!r} is not known" for name in methods if name not in CLOSED_FORMS]
-        problems += [f"method {name!r} is named twice" for name in sorted(set(methods)) if methods.count(name) > 1]
-    if problems:
-        known = ", ".join(f.name for f in fields(Recipe))
-        raise LongRopeError(all_problems(where, problems), hint=f"a recipe knows {known}; see docs/extend.md")
-    return checked
+        if key not in known and key not in tables:
+            found.append(unknown(key, [*known, *tables]))
+        elif key in known:
+            found += [text.removeprefix(": ") for text in wrong_entries("", {key: value}, known, limits=limits)]
+        elif not _is_of_tables(key, value):
+            found.append(f"{key} must be {_table_in_words(key)}, got {in_toml(value)}")
+        else:
+            for number, table in enumerate(value if _is_list(key) else [value]):
+                subject = f"{key} {number + 1}" if _is_list(key) else key
+                found += wrong_entries(subject, table, tables[key], limits=limits)
+                # Commands take an empty list for their default, and so for more than nothing.
+                empty = [name for name, given in table.items() if name in tables[key] and given == []]
+                found += [f"{subject}: {name} is empty (name what it should have, or omit it)" for name in empty]
+                found += [f"{subject}: {name} is missing" for name in _required(key) if name not in table]
+    methods = values.get("methods", ())
+    if conforms(plain(methods), known["methods"].hint):
+        found += [f"method {name!r} is not known" for name in methods if name not in CLOSED_FORMS]
+        found += [f"method {name!r} is named twice" for name in sorted(set(methods)) if methods.count(name) > 1]
+    return found
+
+
+def _top_keys() -> dict[str, Stated]:
+    return {entry.name: entry for entry in in_recipe(Recipe)}
+
+
+def _is_of_tables(key: str, value: Any) -> bool:
+    if not _is_list(key):
+        return isinstance(value, dict)
+    return isinstance(value, list) and value != [] and all(isinstance(table, dict) for table in value)
+
+
+def _read(value: Any, known: Mapping[str, Stated]) -> Any:
+    """A table, or a list of them, with its values as a config takes them."""
+    if isinstance(value, list):
+        return tuple(_read(table, known) for table in value)
+    return {name: plain(given, known[name].hint if name in known else Any) for name, given in value.items()}
 
 
 def _required(key: str) -> list[str]:
@@ -264,15 +294,5 @@ def _is_list(key: str) -> bool:
     return key in ("source", "bucket", "evaluate")
 
 
-def _wrong_entries(subject: str, table: Table, hints: Mapping[str, Any]) -> list[str]:
-    # Commands take an empty list for their default, and so for more than nothing.
-    empty = [name for name, value in table.items() if name in hints and value == ()]
-    return wrong_entries(subject, table, hints) + [
-        f"{subject}: {name} is empty (name what it should have, or omit it)" for name in empty
-    ]
-
-
-def _table_in_words(key: str, hint: Any) -> str:
-    if _is_list(key):
-        return f"a list of tables ([[{key}]])"
-    return f"a table ([{key}])" if hint == Table else in_words(hint)
+def _table_in_words(key: str) -> str:
+    return f"a list of tables ([[{key}]])" if _is_list(key) else f"a table ([{key}])"
