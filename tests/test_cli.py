@@ -150,7 +150,7 @@ FACTORS = ["factors", "MODEL", "--target-length", "32k", "-o", "f.json", "--meth
         (["factors", "MODEL", "--target-length", "32k", "--method", "yarn", "-o", ""], "the name is empty"),
         ([*FACTORS, "yarm"], "did you mean 'yarn'"),
         ([*FACTORS, "YaRN"], "did you mean 'yarn'"),
-        ([*FACTORS, "pi", "--critical-dimension", "3"], "method 'pi' takes no critical_dimension"),
+        ([*FACTORS, "pi", "--critical-dimension", "3"], "pi takes no --critical-dimension"),
         ([*FACTORS, "longrope2", "--right-factors", "4,x"], "'x' is not a number"),
         (
             [*FACTORS, "longrope2", "--attention-factor", "-1"],

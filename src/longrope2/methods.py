@@ -13,7 +13,7 @@ from typing import Any
 
 from longrope2.errors import FactorsError
 from longrope2.factors import RescaleFactors
-from longrope2.options import Length, option
+from longrope2.options import Length, option, stated
 from longrope2.rope import RopeSpec
 
 # YaRN leaves dimensions of more than 32 rotations untouched and interpolates those of fewer than one.
@@ -222,9 +222,19 @@ class ClosedForm:
     )
 
     def given(self) -> dict[str, Any]:
-        """The options of the method itself that were given; a method refuses those that it does not take."""
+        """The options of the method itself that were given; refuses those that it does not take."""
         own = ("critical_dimension", "right_factors", "attention_factor")
-        return {name: value for name in own if (value := getattr(self, name)) is not None}
+        given = {name: value for name in own if (value := getattr(self, name)) is not None}
+        for entry in stated(ClosedForm):
+            if entry.name in given and self.method in METHODS and entry.name not in taken_by(self.method):
+                takers = ", ".join(method for method in METHODS if entry.name in taken_by(method))
+                raise FactorsError(f"{self.method} takes no {entry.flag}", hint=f"it is for {takers}; leave it out")
+        return given
+
+
+def taken_by(method: str) -> set[str]:
+    """The names of the options that a method takes."""
+    return set(inspect.signature(METHODS[method].rescaling).parameters) - {"spec", "target_length"}
 
 
 def rescale(
@@ -249,9 +259,8 @@ def rescale(
             f"target length {target_length:,} is not above the trained window of {spec.original_length:,}",
             hint="choose a longer target; within its window the model needs no rescaling",
         )
-    accepted = set(inspect.signature(METHODS[method].rescaling).parameters) - {"spec", "target_length"}
-    unknown = sorted(set(options) - accepted)
-    if unknown:
+    accepted = taken_by(method)
+    if unknown := sorted(set(options) - accepted):
         raise FactorsError(
             f"method {method!r} takes no {', '.join(unknown)}",
             hint=f"it takes: {', '.join(sorted(accepted))}" if accepted else "it takes no options",
