@@ -8,11 +8,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
+from huggingface_hub.errors import RepositoryNotFoundError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -270,9 +272,26 @@ class TestFolders:
         with pytest.raises(ModelError, match=r"not valid JSON|expected a JSON object"):
             describe(tmp_path)
 
-    def test_hub_ids_fail_clearly_without_network(self):
-        with pytest.raises(ModelError, match="no such folder, and the hub does not have it"):
+    def test_without_network_the_hub_is_tried_once(self, monkeypatch):
+        calls = []
+
+        def fail(url, **_):
+            calls.append(url)
+            raise ConnectionError("Name or service not known")
+
+        monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", fail)
+        monkeypatch.setattr("huggingface_hub.hf_hub_download", None)
+        with pytest.raises(ModelError, match=r"the hub cannot be reached \(Name or service not known\)"):
             describe("nobody/nothing@main")
+        assert len(calls) == 1
+
+    def test_what_the_hub_does_not_have(self, monkeypatch):
+        def refuse(url, **_):
+            raise RepositoryNotFoundError("404", response=SimpleNamespace(headers={}, request=None))
+
+        monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", refuse)
+        with pytest.raises(ModelError, match=r"the hub does not have it \(404\)"):
+            describe("nobody/nothing")
 
     def test_hub_config_is_used(self, monkeypatch, tmp_path):
         snapshot = tmp_path / "snapshots" / "abc123"
@@ -283,6 +302,7 @@ class TestFolders:
             calls.append((repo, file, revision))
             return str(snapshot / file)
 
+        monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", lambda *_, **__: None)
         monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
         info = describe("owner/name@v2")
         assert calls == [("owner/name", "config.json", "v2")]

@@ -32,6 +32,8 @@ MANIFEST = "manifest.json"
 CONFIG_REFUSED = "transformers cannot read its config"
 WEIGHTS_REFUSED = "its weights cannot be loaded"
 WEIGHTS_AGAIN = "the files may be cut short, or not belong to this config.json; copy or download them again"
+HUB_TIMEOUT = 10.0
+"""Seconds."""
 HUB_ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?")
 
 
@@ -398,6 +400,7 @@ def _hub_config(name: str) -> tuple[dict[str, Any], str]:
     match = HUB_ID.fullmatch(name)
     assert match is not None
     try:
+        _reach_hub(name, match["repo"], match["revision"])
         file = Path(hf_hub_download(match["repo"], "config.json", revision=match["revision"]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ModelError(
@@ -406,6 +409,24 @@ def _hub_config(name: str) -> tuple[dict[str, Any], str]:
         ) from error
     # The hub's cache keeps files under snapshots/<commit>/.
     return json_object(file), file.parent.name
+
+
+def _reach_hub(name: str, repo: str, revision: str | None) -> None:
+    """Ask for config.json once, unless the cache has it: a download tries for half a minute to reach the hub."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    if isinstance(try_to_load_from_cache(repo, "config.json", revision=revision), str):
+        return
+    try:
+        get_hf_file_metadata(hf_hub_url(repo, "config.json", revision=revision), timeout=HUB_TIMEOUT)
+    except (HfHubHTTPError, HFValidationError):
+        raise
+    except Exception as error:  # of whatever package the hub's client uses
+        raise ModelError(
+            f"{name}: no such folder, and the hub cannot be reached ({first_line(error)})",
+            hint="check the network, or give a folder with config.json, a .gguf file, or 'tiny'",
+        ) from error
 
 
 def json_object(file: Path, *, hint: str = "copy or download it again") -> dict[str, Any]:
