@@ -291,7 +291,8 @@ def test_a_bucket_that_cannot_be_filled_is_warned_of_or_repeated():
     plan, _ = plan_of(documents, rows=30)
     assert len(plan) < 30
     assert any(
-        "bucket 51-100: 6 of 12 rows; its documents have 410 tokens, 768 are needed" in warning
+        "bucket 51-100: 6 of 12 rows; its documents have 410 tokens, 768 are needed "
+        "(add documents of that length, or use --repeat)" in warning
         for warning in plan.report.warnings
     )
     repeated, _ = plan_of(documents, rows=30, repeat=True)
@@ -303,7 +304,11 @@ def test_a_bucket_that_cannot_be_filled_is_warned_of_or_repeated():
 def test_an_empty_bucket_leaves_the_others():
     plan, _ = plan_of([30] * 100 + [80] * 100)
     assert {row.kind for row in plan} == {"long"}
-    assert any("bucket 1-16: its documents do not fill one row" in warning for warning in plan.report.warnings)
+    advice = "; cut = [8] in the table of a source cuts longer texts"
+    empty = f"bucket 1-16: its documents do not fill one row, so the plan is without it{advice}"
+    assert empty in plan.report.warnings
+    short, _ = plan_of([30] * 100 + [80] * 100, rows=30)
+    assert any(warning.endswith(f"use --repeat{advice})") for warning in short.report.warnings)
 
 
 def test_default_buckets_are_the_papers():
@@ -335,7 +340,7 @@ def test_apportioning_is_exact_and_fair(rows, quotas):
         ({"over_long": "keep"}, 'over_long must be "cut" or "drop", got "keep"'),
         ({"max_padding": 1.0}, r"max_padding must lie in \[0, 1\), got 1.0"),
         ({"buckets": (Bucket(up_to=16, quota=0),)}, "bucket 1-16: quota must be above 0, got 0"),
-        ({"buckets": (Bucket(up_to="16", quota=1),)}, 'bucket 1: up_to must be a whole number, got "16"'),
+        ({"buckets": (Bucket(up_to="16", quota=1),)}, 'bucket 1: up_to must be a length such as "32k", got "16"'),
         ({"rows": 5, "tokens": "9k"}, "both tokens and rows are given"),
         ({"buckets": (Bucket(up_to=32, quota=1),)}, "must not reach over the trained window of 16"),
         ({"buckets": (Bucket(above=32, up_to=20, quota=1),)}, "must end above its start, got 32 to 20"),

@@ -202,7 +202,7 @@ def _fill(
             rows = rows_within([have[n] for n in serving], [quotas[n] for n in serving])
             for number, share in zip(serving, apportion(rows, [quotas[n] for n in serving]), strict=True):
                 wanted[number] = share
-        warnings = _limits(config, have, wanted)
+        warnings = _limits(config, have, wanted, [_cut(bucket, sources, pieces) for bucket in config.buckets])
     draws = [Draw(number, sources, pieces, config) for number in numbers]
     packed = [pack(draws[number], number, wanted[number], marks, config) for number in numbers]
     for number, bucket in enumerate(config.buckets):
@@ -211,17 +211,25 @@ def _fill(
             warnings.append(
                 f"bucket {bucket.label}: {rows:,} of {wanted[number]:,} rows; its documents have {available:,} "
                 f"tokens, {wanted[number] * config.target_length:,} are needed "
-                "(add documents of that length, or use --repeat)"
+                f"(add documents of that length, or use --repeat{_cut(bucket, sources, pieces)})"
             )
     return draws, packed, wanted, warnings
 
 
-def _limits(config: PlanConfig, have: Sequence[int], wanted: Sequence[int]) -> list[str]:
+def _cut(bucket: Bucket, sources: Sequence[Source], pieces: Sequence[Pieces]) -> str:
+    """Advice for a bucket with too few documents, where whole texts of a source are longer than it takes."""
+    uncut = [entry.size for entry, source in zip(pieces, sources, strict=True) if not source.cut]
+    if not any((sizes > bucket.up_to).any() for sizes in uncut):
+        return ""
+    return f"; cut = [{(bucket.above + bucket.up_to) // 2}] in the table of a source cuts longer texts"
+
+
+def _limits(config: PlanConfig, have: Sequence[int], wanted: Sequence[int], advice: Sequence[str]) -> list[str]:
     """Which bucket is empty, and which one keeps a plan of one epoch small."""
     labels = [bucket.label for bucket in config.buckets]
     warnings = [
-        f"bucket {label}: its documents do not fill one row, so the plan is without it"
-        for label, rows in zip(labels, have, strict=True)
+        f"bucket {label}: its documents do not fill one row, so the plan is without it{text}"
+        for label, rows, text in zip(labels, have, advice, strict=True)
         if rows == 0
     ]
     spare = {label: h - w for label, h, w in zip(labels, have, wanted, strict=True) if h}
