@@ -85,8 +85,12 @@ class ProgressLine:
             return
         self._printed = now
         elapsed = now - self._started
-        left = elapsed / done * (self._total - done) if done else 0.0
-        clock = f"{duration(elapsed)} taken" if finished else f"{duration(elapsed)}, {duration(left)} left"
+        if finished:
+            clock = f"{duration(elapsed)} taken"
+        elif done:
+            clock = f"{duration(elapsed)}, {duration(elapsed / done * (self._total - done))} left"
+        else:
+            clock = duration(elapsed)
         line = f"{self._label} {int(done)}/{self._total} [{clock}] {text}".rstrip()
         if self._live:
             end = "\n" if finished else ""

@@ -38,7 +38,7 @@ from longrope2.export.engines import (
     verifiable,
 )
 from longrope2.export.probes import probe
-from longrope2.export.reference import Reference
+from longrope2.export.reference import Answer, Reference
 from longrope2.export.verify import verify
 from longrope2.generation.saved import store_switch_length
 from longrope2.models import load
@@ -60,7 +60,7 @@ class Server:
 @pytest.fixture
 def in_process(monkeypatch):
     """Run probes here: starting Python and importing transformers once more takes seconds."""
-    monkeypatch.setattr(verifying, "_ask", lambda engine, _, job: engine.probe(job))
+    monkeypatch.setattr(verifying, "_ask", lambda engine, _, job, __: engine.probe(job))
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +146,7 @@ class TestTransformers:
     def test_changed_weights_of_the_engine(self, folders, capsys, monkeypatch):
         """An engine that answers something else altogether is nearest to nothing, and wrong."""
 
-        def ask(engine, _, job):
+        def ask(engine, _, job, __):
             answers = [{"tokens": [1] * n, "logprobs": [{"5": -1.0, "6": -2.0}] * n} for n in job["new_tokens"]]
             return {"version": "odd 1", "answers": answers}
 
@@ -175,7 +175,7 @@ class TestTransformers:
 
 class TestEngines:
     def test_those_not_installed_are_named_with_their_command(self, folders, capsys, in_process, monkeypatch):
-        monkeypatch.setattr(verifying, "_installed", lambda engine: engine is TRANSFORMERS)
+        monkeypatch.setattr(verifying, "is_installed", lambda engine: engine is TRANSFORMERS)
         result = verify(folders / "static-long", VerifyConfig())
         assert not result.wrong
         assert [row[-1] for row in result.table().rows].count("not checked") == 2
@@ -295,6 +295,22 @@ def undocumented():
     return [engine.title for engine in ENGINES.values() if not any(row.startswith(engine.title) for row in rows)]
 
 
+def test_one_forward_serves_prompts_that_begin_alike(folders):
+    reference, calls = Reference(folders / "dual"), []
+    tokens = torch.arange(WINDOW + 5).tolist()
+    cases = [(8, False), (WINDOW, False), (WINDOW, True), (WINDOW + 5, True), (8, False)]
+    answers = []
+    for number, (length, long) in enumerate(cases):
+        right = reference.logprobs(tokens[:length], long=long)
+        answers.append(Answer(tokens[:length], long, {1: float(right[1]), 2: float(right[2]) + 0.1 * number}))
+    answers.append(Answer([5, *tokens[:20]], False, answers[0].logprobs))
+    reference.model.register_forward_pre_hook(lambda *_, **kwargs: calls.append(1))
+    found = reference.errors(answers)
+    assert found[:-1] == pytest.approx([0, 0.1, 0.2, 0.3, 0.4], abs=1e-4)
+    assert found[-1] > 0.01
+    assert len(calls) == 3  # the longest of each side, and the one that begins otherwise
+
+
 class TestSwitchingPlugin:
     """vLLM where its environment has our plugin; here it is our own forward that answers."""
 
@@ -307,7 +323,7 @@ class TestSwitchingPlugin:
         """As an engine that switches at one length and reports another."""
         reference = Reference(path)
 
-        def ask(engine, _, job):
+        def ask(engine, _, job, __):
             assert job["switches"]
             answers = []
             for prompt, count in zip(job["prompts"], job["new_tokens"], strict=True):
@@ -386,12 +402,17 @@ class TestCommands:
         """As xllamacpp's now and then: it waits for its own threads."""
         (tmp_path / "xllamacpp.py").write_text(STUCK_WHEN_DELETED)
         job = {"path": "m.gguf", "capacity": 256, "threads": 1, "temperature_ratio": 1.0, "prompts": [[1, 2]]}
-        (tmp_path / "job.json").write_text(json.dumps(job))
+        (tmp_path / "job.json").write_text(json.dumps({**job, "new_tokens": [1]}))
         command = [sys.executable, probe.__file__, "ask_llama_cpp", tmp_path / "job.json", tmp_path / "answers.json"]
-        subprocess.run(command, env=os.environ | {"PYTHONPATH": str(tmp_path)}, check=True, timeout=30)
+        options = {"env": os.environ | {"PYTHONPATH": str(tmp_path)}, "timeout": 30}
+        subprocess.run(command, check=True, **options)
         assert json.loads((tmp_path / "answers.json").read_text())["answers"] == [
             {"tokens": [7], "logprobs": [{"7": -0.5}]}
         ]
+        (tmp_path / "job.json").write_text(json.dumps(job))
+        failed = subprocess.run(command, check=False, stderr=subprocess.PIPE, **options)
+        assert failed.returncode == 1
+        assert b"KeyError: 'new_tokens'" in failed.stderr
 
     def test_mistakes(self, tmp_path):
         for arguments in (["--dtype", "q8_0"], ["--factors", "nowhere.json"], []):

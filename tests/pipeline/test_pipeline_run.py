@@ -51,7 +51,7 @@ def recipe(place):
 def whole(place, recipe, one_thread):
     """An undisturbed run; engines are asked here, since tests/export/test_verify.py asks in processes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verify, "_ask", lambda engine, _, job: engine.probe(job))
+        patch.setattr(verify, "_ask", lambda engine, _, job, __: engine.probe(job))
         extend(None, place / "whole", config=recipe, cache=place / "cache")
     return place / "whole"
 
@@ -352,7 +352,7 @@ def test_a_run_that_was_copied_goes_on_there(place, recipe, whole):
 def test_an_engine_that_is_wrong_ends_in_exit_code_1(place, recipe, whole, capfd, monkeypatch):
     folder = copy_steps(whole, place / "wrong", ["search", "data", "train", *EVALUATIONS, "export"])
 
-    def ask(engine, _, job):
+    def ask(engine, _, job, __):
         content = engine.probe(job)
         for answer in content["answers"]:
             answer["logprobs"] = [{token: value - 1 for token, value in step.items()} for step in answer["logprobs"]]

@@ -1,6 +1,6 @@
 """What an export should answer: its own weights under our own RoPE, uncached, one sequence at a time."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -90,23 +90,49 @@ class Reference:
 
     def logprobs(self, tokens: Sequence[int], *, long: bool, factors: RescaleFactors | None = None) -> torch.Tensor:
         """Of the token after `tokens`, on one side of the switch; `factors` may be others than the model's."""
+        return self._logprobs_after([len(tokens)], tokens, long=long, factors=factors)[0]
+
+    def _logprobs_after(
+        self, lengths: Sequence[int], tokens: Sequence[int], *, long: bool, factors: RescaleFactors | None = None
+    ) -> torch.Tensor:
+        """The same after each of these numbers of tokens."""
         ids = torch.tensor([list(tokens)], device=self.model.device)
+        kept = torch.tensor(lengths, device=self.model.device) - 1
         with rescaled(self.model, factors or self.factors, long_rows=long, check=False), torch.no_grad():
-            logits = self.model(input_ids=ids, use_cache=False, logits_to_keep=1).logits[0, -1]
+            logits = self.model(input_ids=ids, use_cache=False, logits_to_keep=kept).logits[0]
         return logits.float().log_softmax(-1).cpu()
 
-    def error(self, answers: Sequence[Answer]) -> float:
-        """The largest difference over the choices that an engine named."""
-        return max(_distance(self.logprobs(answer.tokens, long=answer.long), answer) for answer in answers)
+    def errors(self, answers: Sequence[Answer], progress: Callable[[int], None] = lambda tokens: None) -> list[float]:
+        """The largest difference of each over the choices that an engine named.
 
-    def errors_of_faults(self, answers: Sequence[Answer]) -> dict[str, float]:
+        One forward serves all answers of a side with whose tokens those of the longest begin.
+        """
+        found: dict[int, float] = {}
+        for number in sorted(range(len(answers)), key=lambda number: -len(answers[number].tokens)):
+            if number in found:
+                continue
+            longest = answers[number]
+            alike = [
+                other
+                for other, answer in enumerate(answers)
+                if other not in found
+                and answer.long == longest.long
+                and answer.tokens == longest.tokens[: len(answer.tokens)]
+            ]
+            lengths = [len(answers[other].tokens) for other in alike]
+            expected = self._logprobs_after(lengths, longest.tokens, long=longest.long)
+            for other, right in zip(alike, expected, strict=True):
+                found[other] = _distance(right, answers[other])
+            progress(sum(lengths))
+        return [found[number] for number in range(len(answers))]
+
+    def errors_of_faults(self, answer: Answer) -> dict[str, float]:
         """The same if something else should have been run, for everything that would make a difference."""
-        errors = {}
-        rights = [self.logprobs(answer.tokens, long=answer.long) for answer in answers]
+        errors, right = {}, self.logprobs(answer.tokens, long=answer.long)
         for name, long, factors in self._faults():
-            others = [self.logprobs(answer.tokens, long=long, factors=factors) for answer in answers]
-            if any(float((other - right).abs().max()) > SAME for other, right in zip(others, rights, strict=True)):
-                errors[name] = max(_distance(other, answer) for other, answer in zip(others, answers, strict=True))
+            other = self.logprobs(answer.tokens, long=long, factors=factors)
+            if float((other - right).abs().max()) > SAME:
+                errors[name] = _distance(other, answer)
         return errors
 
     def _faults(self) -> list[tuple[str, bool, RescaleFactors]]:

@@ -9,14 +9,16 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from longrope2.console import say
+from longrope2.console import ProgressLine
 from longrope2.errors import LongRopeError
 from longrope2.export.config import VerifyConfig, profile_of
 from longrope2.export.engines import Format, ServingEngine, verifiable
@@ -29,8 +31,12 @@ from longrope2.records import Finding, Table
 TOLERANCE = 5e-3
 """Nats of log-probability: float32 engines come to 1e-5, llama.cpp, which rounds inside, to 3e-3."""
 ROUNDED_TOLERANCE = 1.0
-"""The most for GGUF files of 16 or 8 bits, with which llama.cpp rounds activations, too; see `_tolerance`."""
+"""The most for GGUF files of 16 or 8 bits, with which llama.cpp rounds activations, too; see `_is_right`."""
 HOUR = 3600
+FEW = 512
+"""Tokens of a short prompt, and of those beyond the original window: a CPU takes minutes for that window alone."""
+FORWARDS = 8
+"""Of about the original window that an engine is verified with, our own counted in."""
 STALE = "its cache is stale once it crosses the original window; longrope2.load generates exactly"
 
 
@@ -100,7 +106,7 @@ def _chosen(path: Path, engines: Sequence[str]) -> Iterator[tuple[str, str | Non
             raise LongRopeError(f"engine {name!r} is not known", hint=f"choose from {', '.join(known)}")
         if name not in fitting:
             raise LongRopeError(f"{name} cannot run {path.name}", hint=f"engines for it: {', '.join(fitting)}")
-        found = python or (sys.executable if _installed(known[name]) else None)
+        found = python or (sys.executable if is_installed(known[name]) else None)
         if engines and found is None:
             raise LongRopeError(
                 f"{name} is not installed here",
@@ -109,7 +115,8 @@ def _chosen(path: Path, engines: Sequence[str]) -> Iterator[tuple[str, str | Non
         yield name, found
 
 
-def _installed(engine: ServingEngine) -> bool:
+def is_installed(engine: ServingEngine) -> bool:
+    """Whether this environment has it."""
     return any(importlib.util.find_spec(package) is not None for package in engine.packages)
 
 
@@ -134,9 +141,9 @@ def _asked(reference: Reference, name: str, python: str | None) -> Iterator[Repl
     if engine.plugin and reference.factors.switches and _has_plugin(engine.plugin, python):
         engine = replace(engine, chooses="switch")
     for capacity, questions in _runs(engine, reference):
-        say(f"asking {name}" + (f" with a window of {capacity:,} tokens" if capacity else ""))
+        asking = f"asking {name}" + (f" with a window of {capacity:,} tokens" if capacity else "")
         try:
-            content = _ask(engine, python, _job(engine, reference, capacity, questions))
+            content = _ask(engine, python, _job(engine, reference, capacity, questions), asking)
         except LongRopeError as error:
             modes = dict.fromkeys(question.mode for question in questions)
             yield [Finding(name, mode, None, "FAILED", error.message) for mode in modes]
@@ -161,33 +168,37 @@ def _runs(engine: ServingEngine, reference: Reference) -> Iterator[tuple[int | N
     """What to ask, by the window the engine is started with."""
     factors, vocab = reference.factors, reference.config.vocab_size
     original = factors.original_length
-    longs = sorted({n for n in (original + 1, min(original * 3 // 2, factors.target_length - 1)) if n > original})
+    few = min(original // 2, FEW)
+    far = min(original + few, factors.target_length - 1)
+    longs = sorted({length for length in (original + 1, far) if length > original})
+    draw = random.Random(0)  # noqa: S311 - no secret
+    stream = [draw.randrange(vocab) for _ in range(factors.target_length)]
 
     def question(mode: str, length: int, new_tokens: int = 1) -> ProbePrompt:
-        draw = random.Random(length)  # noqa: S311 - no secret
-        return ProbePrompt(mode, [draw.randrange(vocab) for _ in range(length)], new_tokens)
+        # Each is the beginning of the next, so that one forward of ours answers them all.
+        return ProbePrompt(mode, stream[:length], new_tokens)
 
     long_questions = [question("long", length) for length in longs]
     if engine.chooses == "length":
-        short_questions = [question("short", length) for length in (original // 2, original)]
+        short_questions = [question("short", length) for length in (few, original)]
         # The last of these tokens is chosen after original + 1 others.
         yield None, [*short_questions, *long_questions, question("crossing", original - 2, new_tokens=4)]
         return
     if engine.chooses == "switch":
         length = reference.switch_length
-        questions = [question("short", length // 2, 3), question("short", length)]
+        questions = [question("short", min(length // 2, FEW), 3), question("short", length)]
         questions += [question("crossing", length - 2, 5), question("crossing", length, 3)]
-        longer = {length + 1, min(length * 3 // 2, factors.target_length - 1)}
+        longer = {length + 1, min(length + min(length // 2, FEW), factors.target_length - 1)}
         questions += [question("long", number, 2) for number in sorted(longer) if number > length]
         yield min(max(len(one.prompt) + one.new_tokens for one in questions), factors.target_length), questions
         return
-    throughout = question("short, long factors", original // 2)
+    throughout = question("short, long factors", few)
     if engine.chooses == "long":
         yield None, [throughout, *long_questions]
         return
     step, short_window = engine.context_step, engine.short_window(factors)
     if short_window:
-        yield short_window, [question("short", length) for length in (short_window // 2, short_window - 1)]
+        yield short_window, [question("short", length) for length in (min(short_window // 2, FEW), short_window - 1)]
     yield -(-(max([original, *longs]) + 1) // step) * step, [throughout, *long_questions]
 
 
@@ -210,17 +221,16 @@ def _job(
     }
 
 
-def _ask(engine: ServingEngine, python: str, job: dict[str, Any]) -> dict[str, Any]:
+def _ask(engine: ServingEngine, python: str, job: dict[str, Any], label: str) -> dict[str, Any]:
     """Run the probe in a process of its own, with the Python that has the engine."""
     with tempfile.TemporaryDirectory() as folder:
         job_file, answers_file = Path(folder) / "job.json", Path(folder) / "answers.json"
-        job_file.write_text(json.dumps(job))
+        progress = Path(folder) / "progress"
+        job_file.write_text(json.dumps({**job, "progress": str(progress)}))
         assert engine.probe is not None
         command = [python, inspect.getfile(engine.probe), engine.probe.__name__, str(job_file), str(answers_file)]
         try:
-            done = subprocess.run(  # noqa: S603 - a list, no shell
-                command, capture_output=True, text=True, errors="replace", timeout=HOUR, cwd=folder
-            )
+            done = _watched(command, Path(folder), progress, [len(prompt) for prompt in job["prompts"]], label)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise LongRopeError(f"it could not be run ({error})") from error
         if done.returncode != 0:
@@ -230,6 +240,31 @@ def _ask(engine: ServingEngine, python: str, job: dict[str, Any]) -> dict[str, A
         except (OSError, ValueError) as error:
             raise LongRopeError(f"it left no answers: {python} cannot import it") from error
         return answers
+
+
+def _watched(
+    command: Sequence[str], folder: Path, progress: Path, lengths: Sequence[int], label: str
+) -> "subprocess.CompletedProcess[str]":
+    """Run a probe, which notes the number of the prompt it is at, and say how far it is."""
+    line, started = ProgressLine(sum(lengths), f"{label}, tokens"), time.monotonic()
+    with subprocess.Popen(  # noqa: S603 - a list, no shell
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", cwd=folder
+    ) as process:
+        try:
+            while True:
+                with suppress(subprocess.TimeoutExpired):
+                    stdout, stderr = process.communicate(timeout=1)
+                    break
+                if time.monotonic() - started > HOUR:
+                    raise subprocess.TimeoutExpired(list(command), HOUR)
+                with suppress(OSError, ValueError):
+                    line.update(sum(lengths[: int(progress.read_text())]))
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode == 0:
+        line.update(sum(lengths))
+    return subprocess.CompletedProcess(list(command), process.returncode, stdout, stderr)
 
 
 def _reason(stdout: str, stderr: str) -> str:
@@ -263,34 +298,40 @@ def _judge(reference: Reference, reply: Reply) -> Iterator[Finding]:
             )
             logprobs = {int(token): value for token, value in choices.items()}
             by_mode.setdefault(question.mode, []).append(Answer(tokens, long, logprobs))
+    everything = [answer for answers in by_mode.values() for answer in answers]
+    line = ProgressLine(sum(len(answer.tokens) for answer in everything), "our own forward, tokens")
+    errors = iter(reference.errors(everything, line.advance))
     for mode, answers in by_mode.items():
-        error = reference.error(answers)
+        judged = [(answer, next(errors)) for answer in answers]
+        worst, error = max(judged, key=lambda each: each[1] if math.isfinite(each[1]) else math.inf)
         if not math.isfinite(error):
             yield Finding(version, mode, None, "WRONG", "its log-probabilities are not finite numbers")
-        elif error <= _tolerance(reference, answers):
+        elif _is_right(reference, judged):
             yield Finding(version, mode, error, "right")
         elif mode == "crossing" and engine.chooses == "length" and profile_of(reference.factors) == "dual":
             yield Finding(version, mode, error, "known limit", STALE)
         else:
-            yield Finding(version, mode, error, "WRONG", _explanation(reference, engine, answers))
+            yield Finding(version, mode, error, "WRONG", _explanation(reference, engine, worst))
 
 
-def _explanation(reference: Reference, engine: ServingEngine, answers: Sequence[Answer]) -> str:
-    """What the engine seems to have run instead where it was furthest from right."""
-    worst = max(answers, key=lambda answer: reference.error([answer]))
-    errors = reference.errors_of_faults([worst])
+def _explanation(reference: Reference, engine: ServingEngine, answer: Answer) -> str:
+    """What the engine seems to have run instead."""
+    errors = reference.errors_of_faults(answer)
     nearest = min(errors, key=lambda name: errors[name])
     fault = engine.fault(reference.factors, reference.config.model_type)
     causes = [f"nearest to {nearest} (error {errors[nearest]:.1e})", fault]
     return "; ".join(cause for cause in causes if cause)
 
 
-def _tolerance(reference: Reference, answers: Sequence[Answer]) -> float:
-    """How large an error may be.
+def _is_right(reference: Reference, judged: Sequence[tuple[Answer, float]]) -> bool:
+    """Whether answers with these errors are those of the right computation.
 
-    Rounding to 16 or 8 bits can cost more than any fixed bound that still separates faults. There answers must
-    be twice as near to the right ones as to those of any known fault.
+    Rounding to 16 or 8 bits can cost more than any fixed bound that still separates faults. There the answer to the
+    shortest prompt must also be twice as near to the right one as to that of any known fault.
     """
+    most = max(error for _, error in judged)
     if not reference.is_rounded:
-        return TOLERANCE
-    return min(ROUNDED_TOLERANCE, *(error / 2 for error in reference.errors_of_faults(answers).values()))
+        return most <= TOLERANCE
+    answer, error = min(judged, key=lambda each: len(each[0].tokens))
+    faults = reference.errors_of_faults(answer).values()
+    return most <= ROUNDED_TOLERANCE and all(error <= other / 2 for other in faults)

@@ -4,7 +4,7 @@ Rough by intent: it separates minutes from days and says whether a disk is large
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,7 +17,9 @@ from longrope2.data.plan import read_plan
 from longrope2.errors import LongRopeError
 from longrope2.evaluation.config import EvaluationConfig, lengths_for
 from longrope2.evaluation.suites import SUITES
-from longrope2.export.config import ExportTable
+from longrope2.export.config import ExportTable, VerifyConfig
+from longrope2.export.engines import verifiable
+from longrope2.export.verify import FORWARDS, is_installed
 from longrope2.methods import METHODS
 from longrope2.models import skeleton
 from longrope2.pipeline.extend import Extension
@@ -271,11 +273,20 @@ def _export(setting: Setting, _: Step, shape: ModelShape, machine: Machine) -> N
 
 def _verify(setting: Setting, _: Step, shape: ModelShape, machine: Machine) -> Needs:
     memory = 4.0 * shape.parameters
-    return Needs(
-        seconds=OVERHEAD_SECONDS["verify"] + 2 * memory / COPY_RATE,
-        memory=memory,
-        note="for each engine that is installed",
-    )
+    engines = [
+        name
+        for format in ExportTable(**setting.recipe.export).formats
+        for name, engine in verifiable(format).items()
+        if _is_named(name, VerifyConfig(**setting.recipe.verify).engines, or_else=is_installed(engine))
+    ]
+    each = OVERHEAD_SECONDS["verify"] + 2 * memory / COPY_RATE
+    each += FORWARDS * _forward(shape, machine, setting.info.rope.original_length)
+    return Needs(seconds=len(engines) * each, memory=memory, note=f"in {', '.join(engines) or 'no engine'}")
+
+
+def _is_named(name: str, engines: Sequence[str], *, or_else: bool) -> bool:
+    """Whether an engine is among those that were asked for, or, where none was, is there."""
+    return any(engine.partition("=")[0] == name for engine in engines) if engines else or_else
 
 
 def forecast_table(setting: Setting, plans: Mapping[str, Any]) -> Table:

@@ -9,6 +9,8 @@ import json
 import math
 import os
 import sys
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,23 @@ KEPT: list[Any] = []
 
 def main(function: str, job_file: str, answers_file: str) -> None:
     """Answer the questions of a job."""
-    job = json.loads(Path(job_file).read_text())
-    Path(answers_file).write_text(json.dumps(globals()[function](job)))
-    if KEPT:
-        os._exit(0)  # without deleting them
+    job, failed = json.loads(Path(job_file).read_text()), False
+    try:
+        Path(answers_file).write_text(json.dumps(globals()[function](job)))
+    except BaseException:
+        failed = True
+        traceback.print_exc()
+    if KEPT or failed:
+        sys.stderr.flush()
+        os._exit(failed)  # without deleting them
+
+
+def _questions(job: dict[str, Any]) -> Iterator[tuple[list[int], int]]:
+    """Prompts with the number of tokens to generate; whoever waits may read how many are answered."""
+    for number, question in enumerate(zip(job["prompts"], job["new_tokens"], strict=True)):
+        if "progress" in job:
+            Path(job["progress"]).write_text(str(number))
+        yield question
 
 
 def ask_transformers(job: dict[str, Any]) -> dict[str, Any]:
@@ -34,7 +49,7 @@ def ask_transformers(job: dict[str, Any]) -> dict[str, Any]:
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(job["path"], dtype=torch.float32)
     model.to(device).eval()
     answers = []
-    for prompt, count in zip(job["prompts"], job["new_tokens"], strict=True):
+    for prompt, count in _questions(job):
         tokens = torch.tensor([prompt], device=device)
         output = model.generate(
             tokens,
@@ -92,7 +107,7 @@ def ask_mlx(job: dict[str, Any]) -> dict[str, Any]:
     model, _ = load_model(Path(job["path"]))
     model.set_dtype(mx.float32)
     answers = []
-    for prompt, count in zip(job["prompts"], job["new_tokens"], strict=True):
+    for prompt, count in _questions(job):
         tokens: list[int] = []
         choices: list[dict[int, float]] = []
         for _ in range(count):
@@ -128,7 +143,7 @@ def _ask_xllamacpp(job: dict[str, Any]) -> dict[str, Any]:
     server = xllamacpp.Server(options)
     KEPT.append(server)
     answers = []
-    for prompt in job["prompts"]:
+    for prompt, _ in _questions(job):
         request = {
             "prompt": prompt,
             "n_predict": 1,
@@ -161,7 +176,7 @@ def _ask_llama_cpp_python(job: dict[str, Any]) -> dict[str, Any]:
         verbose=False,
     )
     answers = []
-    for prompt in job["prompts"]:
+    for prompt, _ in _questions(job):
         model.reset()
         model.eval(prompt)
         logits = llama_cpp.llama_get_logits_ith(model.ctx, -1)
