@@ -319,11 +319,16 @@ def test_a_damaged_grid_is_named(tmp_path):
         write_report(folder)
 
 
-def test_what_is_left_of_a_line_of_the_log_is_passed_over(tmp_path):
+def test_what_is_left_of_a_line_of_the_log_is_passed_over(tmp_path, capsys):
     folder = make_run(tmp_path / "run", stages=("train",))
     with (folder / ledger.TRAINING_LOG).open("a") as log:
         log.write('{"step": 13, "loss": 3.0}\n{"step": 14, "loss": 3.0, "tokens": 5, "loss_long": null}\n')
     assert len(gather(folder).log) == STEPS
+    assert "lacks" not in capsys.readouterr().err
+    lines = (folder / ledger.TRAINING_LOG).read_bytes().splitlines(keepends=True)
+    (folder / ledger.TRAINING_LOG).write_bytes(b"".join([lines[0].replace(b"loss", b"lost"), *lines[1:]]))
+    assert len(gather(folder).log) == STEPS - 1
+    assert f"log.jsonl lacks 1 of {STEPS} steps: the figures show the others" in capsys.readouterr().err
     (folder / ledger.TRAINING_LOG).unlink()
     (folder / ledger.TRAINING_LOG).mkdir()
     assert gather(folder).log == []

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from longrope2 import ledger
+from longrope2.console import warn
 from longrope2.errors import FactorsError, LongRopeError
 from longrope2.evaluation.compare import read_results
 from longrope2.evaluation.results import RESULTS
@@ -87,14 +88,15 @@ def gather(folder: Path) -> RunData:
     steps = book.current
     finished = [name for name, entry in steps.items() if entry.is_done]
     searched, trained = "search" in steps, "train" in steps
+    training = _record(TrainingRecord, folder / ledger.TRAINING_RECORD) if trained else None
     return RunData(
         book=book,
         steps=steps,
         search=_record(SearchRecord, folder / ledger.SEARCH) if searched else None,
         factors=_factors(folder / ledger.FACTORS) if searched else None,
         plan=_record(PlanHeader, folder / ledger.PLAN) if "data" in steps else None,
-        log=read_steps(folder / ledger.TRAINING_LOG) if trained else [],
-        training=_record(TrainingRecord, folder / ledger.TRAINING_RECORD) if trained else None,
+        log=_log(folder / ledger.TRAINING_LOG, training) if trained else [],
+        training=training,
         evaluations=_evaluations(folder, book.recipe["methods"], finished),
         verified=_record(VerifyRecord, folder / ledger.VERIFIED) if "verify" in steps else None,
         exports=[_export(folder, place) for place in book.steps["export"].outputs or ()]
@@ -108,6 +110,14 @@ def _record(kind: type[AnyRecord], path: Path) -> AnyRecord | None:
         return kind.load(path, hint=AGAIN)
     except FileNotFoundError:
         return None
+
+
+def _log(path: Path, training: TrainingRecord | None) -> list[StepLine]:
+    log = read_steps(path)
+    last = training.steps if training else max((line.step for line in log), default=0)
+    if (lost := last - len(log)) > 0:
+        warn(f"{path} lacks {lost:,} of {last:,} steps: the figures show the others")
+    return log
 
 
 def _factors(path: Path) -> RescaleFactors | None:
