@@ -31,7 +31,7 @@ def recipe():
 def test_every_row_asks_for_evaluations_that_exist(recipe):
     for row in recipe.ROWS.values():
         for name in row.evaluations:
-            options = recipe.evaluation(name, row.length)
+            options = recipe.evaluation(name, row)
             config = EvaluationConfig(**{**options, "suites": tuple(options["suites"])})
             assert all(length <= row.length for length in config.lengths)
 

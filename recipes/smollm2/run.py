@@ -126,6 +126,8 @@ class Row:
     steps: int = 80
     learning_rate: float = LEARNING_RATE
     evaluations: tuple[str, ...] = LONG
+    lengths: tuple[int, ...] = (4 * K, 8 * K, 16 * K, 32 * K, 64 * K)
+    """To evaluate at, as far as the row's own."""
 
 
 MAIN = {"table": "main-32k", "steps": 153, "evaluations": ALL}
@@ -175,7 +177,8 @@ SETS: dict[str, tuple[str, Make]] = {  # factors to rank, besides those of finis
 }
 FINISHED = ("yarn", "ntk", "longrope", "paper", "wide", "yarn-rcd", "ntk-rcd", "plain", "all", "wide-cold")
 RANKS = {"table": "ranks-32k"}
-BRIEF = {**RANKS, "steps": 12}  # 1.6M tokens: does it predict what 20M give? See ranks.py
+BRIEF = {**RANKS, "steps": 12, "evaluations": ("needles",), "lengths": (32 * K,)}
+"""1.6M tokens: does it predict what 20M give? See ranks.py."""
 ROWS |= {f"set-{name}": Row(title=title, make=make, steps=153, **RANKS) for name, (title, make) in SETS.items()}
 ROWS |= {f"brief-set-{name}": Row(title=title, make=make, **BRIEF) for name, (title, make) in SETS.items()}
 ROWS |= {
@@ -184,9 +187,9 @@ ROWS |= {
 }
 
 
-def evaluation(name: str, length: int) -> dict[str, Any]:
-    """Options of `longrope2 evaluate`, up to a length."""
-    lengths = tuple(step for step in (4 * K, 8 * K, 16 * K, 32 * K, 64 * K) if step <= length)
+def evaluation(name: str, row: Row) -> dict[str, Any]:
+    """Options of `longrope2 evaluate`."""
+    lengths = tuple(length for length in row.lengths if length <= row.length)
     match name:
         case "needles":
             return {"suites": ["niah"], "lengths": lengths, "samples": 10}
@@ -279,7 +282,7 @@ class Bench:
         """One evaluation of a row."""
         row = ROWS[name]
         # The model as it is gets the documents of all others, and with them lengths that it was not made for.
-        options = evaluation(which, row.length) | {"beyond_window": row.make is None}
+        options = evaluation(which, row) | {"beyond_window": row.make is None}
         evaluate(
             model,
             output=self.output / name / which,
