@@ -39,7 +39,10 @@ def test_rescale_takes_a_name_or_a_description():
     expected = rescale_model(describe("tiny"), "yarn", 1024)
     assert longrope2.rescale("tiny", "yarn", 1024) == expected
     assert longrope2.rescale(longrope2.describe("tiny"), "yarn", 1024) == expected
-    assert longrope2.rescale("tiny", "yarn-rcd", 1024, critical_dimension=8).critical_dimension == 8
+    assert longrope2.rescale("tiny", "yarn-rcd", "1k", critical_dimension=8).critical_dimension == 8
+    for wrong in ("1 z", -1, 2.5, True):
+        with pytest.raises(LongRopeError, match="is not a length"):
+            longrope2.rescale("tiny", "yarn", wrong)
 
 
 def test_search_evaluate_and_export_give_values_and_print_nothing(tmp_path, capsys):

@@ -18,7 +18,7 @@ ORDER = [
     "distributed", "interrupts", "rope", "factors", "methods", "families", "gguf_model", "models", "inspection",
     "figures", "rotary", "generation", "serving", "kernels", "attention", "books", "codec", "needles", "perplexity",
     "calibration", "search", "data", "training", "evaluation", "export", "ledger", "report", "watching", "pipeline",
-    "api", "command_options", "cli", "reference",
+    "keywords", "api", "command_options", "cli", "reference",
 ]  # fmt: skip
 
 

@@ -1,18 +1,22 @@
 """An option is stated once: in a config class, from which command line, recipes and Python have it."""
 
+import inspect
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Unpack, get_origin, get_type_hints
 
 import pytest
 from click.testing import CliRunner
 
+import longrope2
 from longrope2.command_options import options_of
 from longrope2.errors import LongRopeError
+from longrope2.keywords import EvaluateOptions, SearchOptions
 from longrope2.options import FileName, Length, broken_limits, build, identity, option, stated, wrong_types
-from longrope2.reference import reference
+from longrope2.reference import KEYWORDS, keywords, reference
 
 ADDED = """
 import importlib, importlib.util, re, sys
@@ -78,6 +82,16 @@ def test_an_option_added_in_one_line_is_in_help_recipe_python_and_reference(tabl
 def test_the_reference_lists_the_options_there_are():
     page = (Path(__file__).parent.parent / "docs" / "reference.md").read_text()
     assert reference(page) == page, "run `make reference`"
+
+
+def test_the_python_functions_have_the_options_there_are():
+    assert keywords() == KEYWORDS.read_text(), "run `make reference`"
+    given = {name: inspect.signature(getattr(longrope2, name)).parameters["options"].annotation
+             for name in ("rescale", "search_factors", "train", "evaluate", "export_model")}  # fmt: skip
+    assert given["search_factors"] == Unpack[SearchOptions]
+    assert all(get_origin(annotation) is Unpack for annotation in given.values())
+    assert get_type_hints(SearchOptions)["space"] == Literal["paper", "wide"]
+    assert get_type_hints(EvaluateOptions)["lengths"] == Sequence[int | str]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from longrope2.distributed import world
 from longrope2.evaluation.config import evaluation_config
@@ -10,8 +10,9 @@ from longrope2.evaluation.evaluate import BackendName, run_evaluation
 from longrope2.export.config import ExportConfig
 from longrope2.export.export import export
 from longrope2.factors import RescaleFactors
+from longrope2.keywords import EvaluateOptions, ExportOptions, RescaleOptions, SearchOptions, TrainOptions
 from longrope2.models import ModelInfo, describe, rescale_model
-from longrope2.options import build
+from longrope2.options import build, length_of
 from longrope2.search.config import search_config
 from longrope2.search.run import run_search
 from longrope2.training import train as training
@@ -19,7 +20,12 @@ from longrope2.training.config import train_config
 
 
 def rescale(
-    model: str | Path | ModelInfo, method: str, target_length: int, *, extend_again: bool = False, **options: Any
+    model: str | Path | ModelInfo,
+    method: str,
+    target_length: int | str,
+    *,
+    extend_again: bool = False,
+    **options: Unpack[RescaleOptions],
 ) -> RescaleFactors:
     """Factors of a closed form for a model, such as ntk or yarn.
 
@@ -27,16 +33,16 @@ def rescale(
     `right_factors` and `attention_factor`.
     """
     info = model if isinstance(model, ModelInfo) else describe(model)
-    return rescale_model(info, method, target_length, extend_again=extend_again, **options)
+    return rescale_model(info, method, length_of(target_length), extend_again=extend_again, **options)
 
 
 def search_factors(
     model: str | Path | ModelInfo,
-    target_length: int,
+    target_length: int | str,
     output: str | Path | None = None,
     *,
     extend_again: bool = False,
-    **options: Any,
+    **options: Unpack[SearchOptions],
 ) -> RescaleFactors:
     """Search the critical dimension and the factors by needle perplexity.
 
@@ -59,7 +65,7 @@ def train(
     original_length: int | None = None,
     cache: str | Path | None = None,
     wandb: str | None = None,
-    **options: Any,
+    **options: Unpack[TrainOptions],
 ) -> Path:
     """Train with both RoPEs on a plan of `longrope2 data plan`; returns the folder of the trained model.
 
@@ -93,7 +99,7 @@ def evaluate(
     original_length: int | None = None,
     name: str | None = None,
     cache: str | Path | None = None,
-    **options: Any,
+    **options: Unpack[EvaluateOptions],
 ) -> dict[str, Any]:
     """Measure a model; returns the content of results.json.
 
@@ -118,7 +124,11 @@ def evaluate(
 
 
 def export_model(
-    model: str | Path, output: str | Path, *, factors: RescaleFactors | str | Path | None = None, **options: Any
+    model: str | Path,
+    output: str | Path,
+    *,
+    factors: RescaleFactors | str | Path | None = None,
+    **options: Unpack[ExportOptions],
 ) -> Path:
     """Write a model with its factors for transformers, vLLM, llama.cpp and others; returns where it is.
 

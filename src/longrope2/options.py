@@ -199,6 +199,14 @@ def parse_length(text: str) -> int:
     return int(text[:-1] if unit > 1 else text) * unit
 
 
+def length_of(value: int | str) -> int:
+    """A number of tokens, which may be written as 32k."""
+    found = plain(value, Length)
+    if not conforms(found, Length) or found < 1:
+        raise LongRopeError(f"{value!r} is not a length", hint="write 32768, 32k or 1M")
+    return int(found)
+
+
 def plain(value: Any, hint: Any = Any) -> Any:
     """Lists as tuples, paths as text, lengths as numbers where the type asks for them."""
     kinds = (hint, *get_args(hint))

@@ -1,17 +1,25 @@
-"""The generated part of docs/reference.md: the options of every command, and a recipe's keys that are no options."""
+"""What is generated from the options: a part of docs/reference.md, and keywords.py, the types of Python's options."""
 
+import inspect
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING
 from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import click
 
 from longrope2.cli import cli
+from longrope2.evaluation.config import EvaluationConfig
+from longrope2.export.config import ExportConfig
 from longrope2.files import write_text
-from longrope2.options import Stated, in_recipe, in_toml
+from longrope2.methods import METHODS
+from longrope2.options import Length, Stated, in_recipe, in_toml, stated
 from longrope2.pipeline.recipe import TABLES, Recipe
+from longrope2.search.config import SearchConfig
+from longrope2.training.config import TrainConfig
 
 HEADING = "## Options\n"
 """Everything below it is generated."""
@@ -23,6 +31,15 @@ KEYS = (
 COMMANDS = {"": "extend", "plan": "data plan", "recall": "data recall"}
 """Of tables that do not have the name of their command; the first is the top of a recipe."""
 WIDTH = 120
+KEYWORDS = Path(__file__).with_name("keywords.py")
+KEYWORDS_HEAD = '''"""The options of the Python functions, with their types; `make reference` writes this file."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, TypedDict
+'''
+PARAMETERS = ("target_length", "suites")
+"""Options that are parameters of a function themselves."""
 
 
 def reference(page: str) -> str:
@@ -88,6 +105,54 @@ def _line(name: str, text: str) -> str:
     return textwrap.fill(line, WIDTH, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
 
 
+def keywords() -> str:
+    """The text of keywords.py."""
+    kinds = {"Search": SearchConfig, "Train": TrainConfig, "Evaluate": EvaluationConfig, "Export": ExportConfig}
+    tables = {
+        name: {entry.name: entry.hint for entry in stated(kind) if entry.name not in PARAMETERS}
+        for name, kind in kinds.items()
+    }
+    return "\n\n".join(
+        [KEYWORDS_HEAD, *(_typed(name, hints) for name, hints in ({"Rescale": _of_methods()} | tables).items())]
+    )
+
+
+def _of_methods() -> dict[str, Any]:
+    """What any method takes."""
+    found: dict[str, Any] = {}
+    for method in METHODS.values():
+        hints = get_type_hints(method.rescaling)
+        names = [
+            each.name
+            for each in inspect.signature(method.rescaling).parameters.values()
+            if each.kind == each.KEYWORD_ONLY
+        ]
+        found |= {name: hints[name] for name in names}
+    return found
+
+
+def _typed(name: str, hints: Mapping[str, Any]) -> str:
+    lines = [f"    {option}: {_annotation(hint)}" for option, hint in hints.items()]
+    return "\n".join([f"class {name}Options(TypedDict, total=False):", *lines]) + "\n"
+
+
+def _annotation(hint: Any) -> str:
+    """A type as Python takes it: lists for tuples, paths for their text, "32k" for a length."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if hint == Length:
+        return "int | str"
+    if origin is Annotated:
+        return _annotation(parts[0])
+    if origin in (Union, UnionType):
+        return " | ".join(dict.fromkeys(map(_annotation, parts)))
+    if origin is Literal:
+        return f"Literal[{', '.join(map(in_toml, parts))}]"
+    if origin is not None:
+        return f"Sequence[{'str' if parts[0] is str else _annotation(parts[0])}]"
+    return {str: "str | Path", NoneType: "None"}.get(hint, hint.__name__)
+
+
 if __name__ == "__main__":
+    write_text(KEYWORDS, keywords())
     place = Path(sys.argv[1])
     write_text(place, reference(place.read_text(encoding="utf-8")))

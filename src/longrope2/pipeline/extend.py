@@ -15,6 +15,7 @@ from longrope2.errors import LongRopeError, chosen
 from longrope2.files import fingerprint, package_versions
 from longrope2.ledger import STAGES, TRAINING, Ledger
 from longrope2.models import describe
+from longrope2.options import length_of
 from longrope2.pipeline.recipe import Recipe, default_evaluations, read_recipe
 from longrope2.pipeline.stages import Setting, Step, check_recipe, make_steps, plan_is_usable
 from longrope2.report.gather import gather
@@ -29,7 +30,7 @@ def extend(
     model: str | Path | None,
     output: str | Path,
     *,
-    target_length: int | None = None,
+    target_length: int | str | None = None,
     config: str | Path | None = None,
     stages: Sequence[str] = (),
     cache: str | Path | None = None,
@@ -48,7 +49,7 @@ def extend(
         config=config,
         stages=stages,
         cache=None if cache is None else Path(cache),
-        target_length=target_length,
+        target_length=None if target_length is None else length_of(target_length),
         original_length=original_length,
         extend_again=extend_again,
     )
