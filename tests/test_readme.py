@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import click
@@ -34,6 +35,11 @@ def test_readme_commands_run(command, tmp_path, monkeypatch):
     if program == "make":  # `make test` is what runs this test; its targets must exist and parse
         subprocess.run(["make", "--dry-run", *arguments], cwd=ROOT, check=True, capture_output=True)
         return
+    if program == "pip":
+        named = re.findall(r"\[(.+)\]", command)
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        assert all(set(names.split(",")) <= set(extras) for names in named)
+        return
     assert program == "longrope2"
     if "MODEL" in arguments:  # a stranger's model: everything is checked and forecast, nothing is run
         arguments = ["tiny" if word == "MODEL" else word for word in arguments] + ["--dry-run"]
@@ -42,10 +48,11 @@ def test_readme_commands_run(command, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("example", blocks(ROOT / "README.md", "python"))
-def test_readme_example_runs(example, tmp_path, monkeypatch):
+def test_readme_example_runs(example, tmp_path, monkeypatch, capsys):
     assert len([line for line in example.splitlines() if line.strip()]) <= 10
     monkeypatch.chdir(tmp_path)
     exec(compile(example, "README.md", "exec"), {})
+    assert "It was the best of times" in capsys.readouterr().out
     cli.main(["generate", "tiny-1k", "--prompt", "It was", "--max-new-tokens", "1"], standalone_mode=False)
 
 
