@@ -191,8 +191,29 @@ def test_a_run_that_does_not_fit_says_so(tmp_path):
     LLAMA3.save_pretrained(tmp_path)
     wanted = EstimateConfig(gpu="h100", target_length=LENGTH)
     memory, time = estimate_tables(estimate_run(str(tmp_path), TrainConfig(steps=100), wanted))
-    assert "does NOT fit: try more GPUs, --sequence-parallel, --lora" in memory.caption
+    assert "does NOT fit; it would with --gpus 4 --sequence-parallel 4" in memory.caption
     assert "100 steps" in [row[0] for row in time.rows]
+
+
+@pytest.mark.parametrize(("length", "gpus"), [(LENGTH, 1), (LENGTH, 2), (8 * LENGTH, 8)])
+def test_what_would_fit_fits_and_half_of_it_does_not(tmp_path, length, gpus):
+    LLAMA3.save_pretrained(tmp_path)
+
+    def result(*, gpus=gpus, length=length, **options):
+        wanted = EstimateConfig(gpu="h100", gpus=gpus, target_length=length)
+        return estimate_run(str(tmp_path), TrainConfig(**options), wanted)
+
+    assert result()["would_fit"]
+    for change in result()["would_fit"]:
+        found = {name.replace("-", "_"): int(number) for name, number in re.findall(r"--([a-z-]+) (\d+)", change)}
+        if rows := re.fullmatch(r"rows of ([\d,]+) tokens", change):
+            found = {"length": int(rows[1].replace(",", ""))}
+            assert not result(length=2 * found["length"])["fits"]
+        elif "lora" not in found:
+            half = {name: max(number // 2, gpus if name == "gpus" else 1) for name, number in found.items()}
+            assert not result(**half)["fits"], change
+        assert found
+        assert result(**found)["fits"], change
 
 
 def test_weights_that_no_gpu_can_load_do_not_fit(tmp_path):
@@ -203,7 +224,7 @@ def test_weights_that_no_gpu_can_load_do_not_fit(tmp_path):
     wanted = EstimateConfig(gpus=256, target_length=LENGTH)
     memory, _ = estimate_tables(estimate_run(str(tmp_path), TrainConfig(sequence_parallel=8), wanted))
     assert "70.55B parameters" in memory.title
-    assert "does NOT fit: each GPU first loads all weights in float32" in memory.caption
+    assert "does NOT fit; each GPU first loads all weights in float32; nor with any one other option" in memory.caption
 
 
 def test_known_gpus():

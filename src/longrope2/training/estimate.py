@@ -3,8 +3,8 @@
 The shape is read from the model's configuration alone: sizes, names of parameters, and work per token.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,9 @@ SMALL = 2048
 """Hidden size below which matrices are too small for the rates here."""
 RESERVED = 0.94
 """The share of a GPU's memory that tensors can really use."""
+SOME_LORA = 16
+"""The rank that is tried where full training does not fit."""
+MOST_DOUBLINGS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,15 +247,45 @@ def estimate_run(
     else:
         raise LongRopeError("the length of the rows is missing", hint="give --plan FILE or --target-length N")
     shape = shape_of(skeleton(info), info, freeze=config.freeze, lora=config.lora)
-    return estimate(
-        shape,
-        work,
-        gpus=wanted.gpus,
-        gpu=wanted.gpu,
-        sequence_parallel=config.sequence_parallel,
-        recompute=config.recompute is not False,  # the default on GPUs
-        compiled=config.compiled,
-    )
+    options: dict[str, Any] = {
+        "gpus": wanted.gpus,
+        "gpu": wanted.gpu,
+        "sequence_parallel": config.sequence_parallel,
+        "recompute": config.recompute is not False,  # the default on GPUs
+        "compiled": config.compiled,
+    }
+    result = estimate(shape, work, **options)
+    if not result["fits"]:
+        smaller = None if config.lora else shape_of(skeleton(info), info, lora=SOME_LORA)
+        result["would_fit"] = list(_fitting(shape, work, options, smaller, shortest=info.rope.original_length + 1))
+    return result
+
+
+def _fitting(
+    shape: ModelShape, work: Work, options: Mapping[str, Any], smaller: ModelShape | None, *, shortest: int
+) -> Iterator[str]:
+    """Changes of which each alone makes a run fit."""
+
+    def fits(shape: ModelShape = shape, work: Work = work, **changes: Any) -> bool:
+        return bool(estimate(shape, work, **{**options, **changes})["fits"])
+
+    if not options["recompute"] and fits(recompute=True):
+        yield "--recompute"
+    if smaller is not None and fits(smaller):
+        yield f"--lora {SOME_LORA}"
+    gpus, together = options["gpus"], options["sequence_parallel"]
+    more = [gpus << shift for shift in range(1, MOST_DOUBLINGS)]
+    if found := [number for number in more if fits(gpus=number)]:
+        yield f"--gpus {found[0]}"
+    # The processes that share a row must be a part of all.
+    sharing = [number for number in (together << shift for shift in range(1, MOST_DOUBLINGS)) if number <= gpus]
+    if found := [number for number in sharing if gpus % number == 0 and fits(sequence_parallel=number)]:
+        yield f"--sequence-parallel {found[0]}"
+    elif found := [number for number in more if fits(gpus=number, sequence_parallel=number)]:
+        yield f"--gpus {found[0]} --sequence-parallel {found[0]}"
+    lengths = [work.length >> shift for shift in range(1, MOST_DOUBLINGS)]
+    if found := [length for length in lengths if length >= shortest and fits(work=replace(work, length=length))]:
+        yield f"rows of {found[0]:,} tokens"
 
 
 def estimate(
@@ -335,7 +368,7 @@ def _assumptions(shape: ModelShape, work: Work, chip: Gpu, gpus: int, *, recompu
 def estimate_tables(result: Mapping[str, Any]) -> tuple[Table, Table]:
     """The memory and the time of an estimate."""
     memory = [[name, f"{size:,.1f}"] for name, size in result["memory_gib"].items()]
-    verdict = "fits" if result["fits"] else f"does NOT fit: {_way_out(result)}"
+    verdict = "fits" if result["fits"] else f"does NOT fit; {_way_out(result)}"
     held = Table(
         title=f"memory of each of {result['gpus']} × {result['gpu']}, rows of {result['length']:,} tokens, "
         f"{result['parameters'] / 1e9:,.2f}B parameters ({result['trained_parameters'] / 1e9:,.3f}B trained)",
@@ -361,7 +394,7 @@ def estimate_tables(result: Mapping[str, Any]) -> tuple[Table, Table]:
 
 
 def _way_out(result: Mapping[str, Any]) -> str:
-    if result["memory_loading_gib"] > result["memory_available_gib"]:
-        return "each GPU first loads all weights in float32"
-    lora = ", --lora" if result["trained_parameters"] == result["parameters"] else ""
-    return f"try more GPUs, --sequence-parallel{lora}"
+    loads = result["memory_loading_gib"] > result["memory_available_gib"]
+    reason = "each GPU first loads all weights in float32; " if loads else ""
+    changes = result["would_fit"]
+    return f"{reason}it would with {' or '.join(changes)}" if changes else f"{reason}nor with any one other option"
