@@ -1,7 +1,10 @@
 """Every command that writes something, in a small form, and what its result is, without times."""
 
 import json
-from collections.abc import Iterator
+import os
+import random
+import re
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
@@ -12,6 +15,10 @@ from forks import Forks
 from longrope2.books import read_books
 
 OUT = "out"
+SCALE = int(os.environ.get("FAULTS_SCALE", "1"))
+"""How many times more trials than in the tests; see benchmarks/faults.py."""
+LONG_SCALE = -(-SCALE // 2)
+"""The same for trials that run a command several times."""
 COMMANDS = {
     "factors": "factors tiny --target-length 512 --method yarn -o out/f.json",
     "search": "search tiny --target-length 512 --documents 1 --population 2 --parents 2 --iterations 2 --mutations 1 "
@@ -77,6 +84,27 @@ def prepared(folder: Path) -> Iterator[Forks]:
     with Forks(folder) as forks:
         _prepare(forks)
         yield forks
+    if kept := os.environ.get("FAULTS_COUNTS"):
+        Path(kept, f"{folder.parent.name}-{folder.name}-{os.getpid()}.json").write_text(json.dumps(forks.counts))
+
+
+def damage(path: Path, rng: random.Random) -> str:
+    """Change a file as disks, transfers and hands do; says how."""
+    content = bytearray(path.read_bytes())
+    place = rng.randrange(len(content))
+    kind = rng.choice(["bit", "digit", "end", "zeros"])
+    digits = [found.start() for found in re.finditer(rb"\d", content)] if kind == "digit" else []
+    if digits:
+        place = rng.choice(digits)
+        content[place] = rng.choice([digit for digit in b"0123456789" if digit != content[place]])
+    elif kind == "end":
+        del content[place:]
+    elif kind == "zeros":
+        content[place : place + 512] = bytes(len(content[place : place + 512]))
+    else:
+        content[place] ^= 1 << rng.randrange(8)
+    path.write_bytes(content)
+    return f"{kind} at {place:,}"
 
 
 def _prepare(forks: Forks) -> None:
@@ -92,12 +120,12 @@ def _prepare(forks: Forks) -> None:
         assert ended.code == 0, ended.errors
 
 
-def result_of(folder: Path) -> dict[str, str]:
+def result_of(folder: Path, *, without: Set[Path] = frozenset()) -> dict[str, str]:
     """A digest of each file; what says how long something took is left out, and what is made of it."""
     return {
         str(path.relative_to(folder)): sha256(_lasting(path)).hexdigest()
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and not _is_volatile(path)
+        if path.is_file() and not _is_volatile(path) and path not in without
     }
 
 

@@ -63,6 +63,7 @@ class Forks:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.counts: dict[str, dict[str, int]] = {}
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MPLBACKEND": "agg"}
         self._process = subprocess.Popen(
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
@@ -74,6 +75,11 @@ class Forks:
     def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.communicate()
+
+    def count(self, kind: str, outcome: str) -> None:
+        """Note what became of a trial."""
+        outcomes = self.counts.setdefault(kind, {})
+        outcomes[outcome] = outcomes.get(outcome, 0) + 1
 
     def run(
         self, arguments: Sequence[object], *, kill_at: int = 0, kill_after: float = 0.0, timeout: float = 300.0

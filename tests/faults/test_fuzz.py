@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 import pytest
-from commands import COMMANDS, OUT, prepared
+from commands import COMMANDS, OUT, SCALE, prepared
 from gguf import GGUFReader
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,7 +26,7 @@ MODEL_COMMANDS = (
     "generate MODEL --prompt Once --max-new-tokens 2",
     "export MODEL --factors f.json -o out/model",
 )
-small_campaign = settings(max_examples=60, derandomize=True)
+campaign = settings(max_examples=60 * SCALE, derandomize=SCALE == 1)
 
 
 @pytest.fixture(scope="module")
@@ -35,13 +35,14 @@ def forks(tmp_path_factory):
         yield forks
 
 
-def attempt(forks, command, **names):
+def attempt(forks, kind, command, **names):
     """Run a command, and give its result; whatever a user should not see fails."""
     shutil.rmtree(forks.folder / OUT, ignore_errors=True)
     ended = forks.run([names.get(word, word) for word in command.split()], timeout=SECONDS)
     assert not ended.problem, ended
     assert ended.megabytes < MEGABYTES, ended
     assert len(ended.errors) < 5000, ended
+    forks.count(kind, "refused" if ended.code else "done")
     return ended
 
 
@@ -50,7 +51,7 @@ def model(forks):
     return shutil.copytree(ASSETS / "tiny", forks.folder / "model")
 
 
-@small_campaign
+@campaign
 @given(
     values=st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=3),
     ropes=st.dictionaries(st.sampled_from(["rope_parameters", "rope_scaling"]), ROPES, max_size=1),
@@ -59,7 +60,7 @@ def model(forks):
 def test_any_config(forks, model, values, ropes, command):
     config = json.loads((ASSETS / "tiny" / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, **values, **ropes}))
-    ended = attempt(forks, command, MODEL=model)
+    ended = attempt(forks, "configs", command, MODEL=model)
     if ended.code == 0 and command.startswith("inspect"):
         assert_as_transformers_reads_it(json.loads(ended.output), model)
 
@@ -82,7 +83,7 @@ def gguf_file(forks):
     return path
 
 
-@small_campaign
+@campaign
 @given(data=st.data())
 def test_any_gguf_file(forks, gguf_file, data):
     content = bytearray(gguf_file.read_bytes())
@@ -95,7 +96,7 @@ def test_any_gguf_file(forks, gguf_file, data):
         del content[data.draw(st.integers(0, len(content))) :]
     path = forks.folder / "damaged.gguf"
     path.write_bytes(content)
-    ended = attempt(forks, data.draw(st.sampled_from(MODEL_COMMANDS)), MODEL=path)
+    ended = attempt(forks, "GGUF files", data.draw(st.sampled_from(MODEL_COMMANDS)), MODEL=path)
     if ended.code == 0 and ended.output.startswith("{"):
         found, fields = json.loads(ended.output), GGUFReader(path).fields
         assert found["num_layers"] == fields["llama.block_count"].contents()
@@ -141,12 +142,12 @@ def originals(forks, model):
     return forks.folder / "originals"
 
 
-@settings(small_campaign, max_examples=100)
+@settings(campaign, max_examples=100 * SCALE)
 @given(data=st.data(), name=st.sampled_from(sorted(READERS)))
 def test_any_file_of_ours(forks, originals, data, name):
     (forks.folder / name).write_bytes(damaged(data.draw, (originals / name).read_bytes()))
     try:
-        attempt(forks, READERS[name])
+        attempt(forks, "files of all kinds", READERS[name])
     finally:
         shutil.copyfile(originals / name, forks.folder / name)
 

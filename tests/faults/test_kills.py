@@ -5,7 +5,7 @@ import shutil
 import sys
 
 import pytest
-from commands import COMMANDS, OUT, prepared, result_of
+from commands import COMMANDS, LONG_SCALE, OUT, prepared, result_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="forks and /proc")]
 TRIALS = {"train": 2, "extend": 2}
@@ -26,7 +26,7 @@ def test_a_killed_command_resumes_to_the_identical_result(forks, name):
     whole = forks.run(command)
     assert whole.code == 0, whole.errors
     expected = result_of(out)
-    for trial in range(TRIALS.get(name, 3)):
+    for trial in range(TRIALS.get(name, 3) * LONG_SCALE):
         shutil.rmtree(out)
         killed, finished = [], None
         for number in range(KILLS):
@@ -42,6 +42,7 @@ def test_a_killed_command_resumes_to_the_identical_result(forks, name):
         # A kill may come when all is done but the farewell; a command that replaces nothing says so then.
         assert finished.code == 0 or "exists already" in finished.errors, (killed, finished.errors)
         assert result_of(out) == expected, killed
+        forks.count("kills", f"{name}: identical")
         # The last kill may have come when a file had its name, and only the empty mark beside it was to be removed.
         left = [path for place in forks.folder.rglob(".*.partial-*") for path in place.iterdir()]
         assert all(path.name.startswith("mark-") for path in left), (killed, left)

@@ -1,0 +1,58 @@
+"""Damage to files of ours, whole and half-done: it is found, or what comes out is what would have come out."""
+
+import random
+import re
+import shutil
+import sys
+
+import pytest
+from commands import COMMANDS, LONG_SCALE, OUT, damage, prepared, result_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="forks and /proc")]
+RESUMING = ("search", "calibrate", "plan", "train", "evaluate", "extend")
+UNREAD = {".png", ".svg", ".csv", ".html", ".md", ".lock"}
+"""Kinds of files that people read, and we never again."""
+KEPT = "earlier"
+"""Where `extend` keeps what was damaged."""
+
+
+@pytest.fixture(scope="module")
+def forks(tmp_path_factory):
+    with prepared(tmp_path_factory.mktemp("faults")) as forks:
+        yield forks
+
+
+@pytest.mark.parametrize("name", RESUMING)
+def test_a_damaged_run_is_refused_or_ends_as_it_should(forks, name):
+    rng = random.Random(name)
+    command, out = COMMANDS[name].split(), forks.folder / OUT
+    shutil.rmtree(out, ignore_errors=True)
+    whole = forks.run(command)
+    assert whole.code == 0, whole.errors
+    expected = result_of(out)
+    for trial in range(4 * LONG_SCALE):
+        shutil.rmtree(out)
+        if trial % 2:
+            forks.run(command, kill_at=rng.randint(whole.changes // 2, whole.changes))
+        else:
+            forks.run(command)
+        files = [path for path in sorted(out.rglob("*")) if path.is_file() and is_read_again(path)]
+        if not files:
+            continue
+        path = rng.choice(files)
+        # Nobody may read it again if its job is finished; whoever does finds the damage.
+        has_checksum = path.suffix == ".jsonl" or b'"checksum": ' in path.read_bytes()
+        how = damage(path, rng)
+        ended = forks.run(command)
+        case = f"{path.relative_to(out)}: {how}; {ended.errors}"
+        assert not ended.problem, case
+        forks.count("damage", "refused" if ended.code else "right in spite of it")
+        if ended.code == 0 and f"warning: {path.relative_to(forks.folder)} lacks" not in ended.errors:
+            shutil.rmtree(out / KEPT, ignore_errors=True)
+            unread = {path} if has_checksum else set()
+            found = result_of(out, without=unread)
+            assert found == {name: value for name, value in expected.items() if out / name not in unread}, case
+
+
+def is_read_again(path):
+    return path.stat().st_size > 0 and path.suffix not in UNREAD and not re.search("tensorboard|partial", str(path))
