@@ -14,7 +14,7 @@ from longrope2 import ledger
 from longrope2.errors import LongRopeError
 from longrope2.figures import DARK, LIGHT
 from longrope2.methods import rescale
-from longrope2.records import as_json
+from longrope2.records import Finding, VerifyRecord, as_json
 from longrope2.report import charts
 from longrope2.report.gather import gather
 from longrope2.report.page import write_report
@@ -107,6 +107,66 @@ def test_every_mark_stands_for_a_value_on_disk(run, page):
     for name, entry in json.loads((run / "pipeline.json").read_text())["steps"].items():
         seconds[name.partition("/")[0]] = seconds.get(name.partition("/")[0], 0) + entry["seconds"]
     assert [float(mark["data-y"]) for mark in page.marks["time"]] == list(seconds.values())
+
+
+def set_scores(run, scores):
+    """Give methods other needle scores at the full length, each 5 points either side."""
+    for method, score in scores.items():
+        path = run / f"evaluate/{method}/niah/results.json"
+        content = json.loads(path.read_text())
+        content["scores"][-1] |= {"score": score, "low": max(score - 5, 0.0), "high": min(score + 5, 100.0)}
+        path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("ours", "words"),
+    [
+        (90.0, "more than chance explains"),
+        (72.0, "not a difference at this number of samples"),
+        (50.0, "less, and not by chance"),
+    ],
+)
+def test_it_opens_with_a_verdict(tmp_path, ours, words):
+    run = make_run(tmp_path / "run")
+    set_scores(run, {"base": 1.0, "pi": 20.0, "yarn": 70.0, ledger.SEARCHED: 99.0, ledger.AFTER_TRAINING: ours})
+    text = write_report(run).read_text()
+    expected = (
+        f"LongRoPE2, trained: {ours:.1f}% of needles at 4k, where the original model has 1.0% and the best closed "
+        f"form, YaRN, 70.0% ({words}). Within the original window it keeps "
+    )
+    assert text.index(expected) < text.index("<h2>")
+    assert text.count('<tr class="ours"><td>LongRoPE2, ') == 2
+    assert 'class="ours"><td>YaRN' not in text
+
+
+def test_without_scores_there_is_no_verdict(tmp_path):
+    assert 'class="verdict"' not in write_report(make_run(tmp_path / "run", stages=("search",))).read_text()
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "shown"),
+    [
+        (("right", "right"), '<span class="right">transformers 5: right</span>'),
+        (("right", "WRONG"), '<span class="wrong">transformers 5: WRONG</span>'),
+        (("FAILED", "right"), '<span class="wrong">transformers 5: FAILED</span>'),
+        (("right", "known limit"), '<span class="open">transformers 5: known limit</span>'),
+    ],
+)
+def test_the_worst_verdict_of_each_engine_is_at_the_top(tmp_path, verdicts, shown):
+    run = make_run(tmp_path / "run")
+    findings = tuple(Finding("transformers 5", str(mode), 0.1, verdict, "") for mode, verdict in enumerate(verdicts))
+    VerifyRecord(exports={"export/tiny-4k": findings}).save(run / ledger.VERIFIED)
+    text = write_report(run).read_text()
+    assert text.index(shown) < text.index("<h2>")
+
+
+def test_a_search_that_found_nothing_better_has_no_figure(tmp_path):
+    run = make_run(tmp_path / "run", stages=("search",))
+    content = json.loads((run / ledger.SEARCH).read_text())
+    for entry in content["convergence"]:
+        entry["perplexity"] = 2.5
+    (run / ledger.SEARCH).write_text(json.dumps(content))
+    assert "convergence" not in Page(write_report(run).read_text()).ids
 
 
 def test_a_training_with_one_rope_is_told_as_one(tmp_path):

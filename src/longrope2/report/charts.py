@@ -66,8 +66,8 @@ def _factors(data: RunData) -> Iterator[Chart]:
 
 def _convergence(data: RunData) -> Iterator[Chart]:
     result = data.search
-    if result is None or all(entry.perplexity is None for entry in result.convergence):
-        return
+    if result is None or len({entry.perplexity for entry in result.convergence} - {None}) < 2:
+        return  # nothing to see: the first candidate stayed the best
     history = result.convergence
     measured = [row for row in result.scores if row.method in data.book.recipe["methods"]]
     levels = {label(row.method): row.perplexity for row in measured if row.perplexity is not None}

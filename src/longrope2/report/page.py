@@ -14,10 +14,15 @@ from longrope2.evaluation.suites import summarised
 from longrope2.export.engines import guidance
 from longrope2.figures import length_label
 from longrope2.files import atomic_path, public, write_text
-from longrope2.records import StageRun
+from longrope2.records import Cell, StageRun
 from longrope2.report.charts import Chart, charts, stage_seconds
 from longrope2.report.gather import RunData, gather
-from longrope2.report.summary import Summary, label, summarise
+from longrope2.report.summary import Summary, by_length, label, summarise
+
+OURS = (ledger.AFTER_TRAINING, ledger.SEARCHED)
+SEVERITY = {
+    verdict: number for number, verdict in enumerate(("right", "not checked", "known limit", "FAILED", "WRONG"))
+}
 
 
 def write_report(folder: Path) -> Path:
@@ -70,7 +75,10 @@ def page(
     return templates.get_template("page.html.j2").render(
         title=f"{_public(data.book.model)}: {summary.title.rpartition(', ')[2]}",
         state=_state(data),
+        verdict=_verdict(data, summary),
+        checked=_checked(data),
         summary=summary,
+        ours=[label(method) for method in OURS],
         cards=list(_cards(data, summary)),
         charts=charts,
         drawn=drawn,
@@ -103,12 +111,58 @@ def _state(data: RunData) -> str:
     return text
 
 
+def _verdict(data: RunData, summary: Summary) -> str:
+    """What came of it, in a sentence or two; empty where nothing was measured."""
+    ours = next((method for method in OURS if method in summary.methods), None)
+    suite = next((suite for suite in summarised() if ours and suite.name in summary.methods[ours].by_length), None)
+    if ours is None or suite is None:
+        return ""
+    at = {
+        name: {score.length: score.percent for score in by_length(own, suite.name)} for name, own in data.scores.items()
+    }
+    longest = max(at[ours], key=lambda length: length or 0)
+    own, place = at[ours][longest], length_label(longest or 0)
+    text = f"{label(ours)}: {own.score:.1f}% of {suite.summary} at {place}"
+    if longest in at.get(ledger.BASE, {}):
+        text += f", where the original model has {at[ledger.BASE][longest].score:.1f}%"
+    closed = {
+        name: found[longest] for name, found in at.items() if name not in (*OURS, ledger.BASE) and longest in found
+    }
+    if closed:
+        best = max(closed, key=lambda name: closed[name].score)
+        text += f" and the best closed form, {label(best)}, {closed[best].score:.1f}% ({_compared(own, closed[best])})"
+    kept = summary.methods[ours].perplexity_retention
+    return text + (f". Within the original window it keeps {kept:.1f}% of the perplexity." if kept else ".")
+
+
+def _compared(own: Cell, other: Cell) -> str:
+    if own.low > other.high:
+        return "more than chance explains"
+    return "less, and not by chance" if own.high < other.low else "not a difference at this number of samples"
+
+
+def _checked(data: RunData) -> list[tuple[str, str, str]]:
+    """Each engine that was asked with its verdict, the worst of all lengths, and how that is coloured."""
+    found: dict[str, list[str]] = {}
+    for findings in (data.verified.exports if data.verified else {}).values():
+        for finding in findings:
+            found.setdefault(finding.engine, []).append(finding.verdict)
+    worst = {
+        engine: max(verdicts, key=lambda verdict: SEVERITY.get(verdict, len(SEVERITY)))
+        for engine, verdicts in found.items()
+    }
+    return [
+        (engine, verdict, "right" if verdict == "right" else "wrong" if verdict in ("WRONG", "FAILED") else "open")
+        for engine, verdict in worst.items()
+    ]
+
+
 def _cards(data: RunData, summary: Summary) -> Iterator[tuple[str, str]]:
     """The few numbers that say what came of it."""
     if data.factors:
         original, target = data.factors.original_length, data.factors.target_length
         yield f"{target / original:g}×", f"window, {original:,} → {target:,} tokens"
-    ours = next((m for m in (ledger.AFTER_TRAINING, ledger.SEARCHED) if m in summary.methods), None)
+    ours = next((method for method in OURS if method in summary.methods), None)
     if ours:
         yield from _score_cards(summary, ours)
     seconds = sum(stage_seconds(data).values())
@@ -125,7 +179,7 @@ def _score_cards(summary: Summary, ours: str) -> Iterator[tuple[str, str]]:
         others = {
             name: found.by_length.get(suite.name, {}).get(longest)
             for name, found in summary.methods.items()
-            if name not in (ledger.AFTER_TRAINING, ledger.SEARCHED, ledger.BASE)
+            if name not in (*OURS, ledger.BASE)
         }
         known = {name: value for name, value in others.items() if value is not None}
         best = max(known, key=lambda name: known[name], default=None)
