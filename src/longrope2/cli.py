@@ -412,6 +412,20 @@ def verify(context: click.Context, /, exported: Path, as_json: bool, **options: 
         context.exit(1)
 
 
+@cli.command()
+@argument("exported", type=PLACE)
+@argument("name", type=NAME)
+@option("--private", is_flag=True, help="Make a new repository private.")
+def push(exported: Path, name: str, private: bool) -> None:
+    """Upload an export to the hub as OWNER/NAME.
+
+    EXPORTED is a folder or a .gguf file; check it with `longrope2 verify` first.
+    """
+    from longrope2.export.hub import push
+
+    say(f"it is at {push(exported, name, private=private)}")
+
+
 def _show_recipe(context: click.Context, _: click.Parameter, name: str | None) -> None:
     if name is not None:
         from longrope2.pipeline.recipe import find_recipe
