@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -84,6 +85,22 @@ def test_inspect_json_is_the_smollm2_of_the_theory(model):
     assert len(values["periods"]) == 32
     assert values["methods"]["pi"] == [4.0] * 32
     assert {"ntk", "yarn", "llama3", "ntk-aware", "dynamic-ntk", "ntk-by-parts"} < set(values["methods"])
+
+
+def test_inspect_shows_the_factors_of_a_file(tmp_path):
+    path, plot = tmp_path / "mine.json", tmp_path / "rope.svg"
+    mine = rescale("longrope2", describe("tiny").rope, 4096, critical_dimension=9, right_factors=[20.0])
+    mine.save(path)
+    result = run("inspect", "tiny", "--factors", path, "--plot", plot)
+    assert result.returncode == 0, result.stderr
+    assert "4,096 tokens, 16×" in result.stdout
+    assert " unseen   mine.json " in result.stdout
+    values = json.loads(run("inspect", "tiny", "--factors", path, "--json").stdout)
+    assert values["methods"]["mine.json"] == list(mine.long)
+    assert {"mine.json", "d_rcd = 9"} <= set(re.findall("<text[^>]*>(.+?)</text>", plot.read_text()))
+    for wrong, message in (("--target-length", "made for 4,096 tokens"), ("--original-length", "another model")):
+        result = run("inspect", "tiny", "--factors", path, wrong, "512")
+        assert (result.returncode, message in result.stderr) == (2, True), result.stderr
 
 
 def test_inspect_table_and_plot(model, tmp_path):

@@ -88,9 +88,15 @@ def cli() -> None:
 @option("--target-length", type=LENGTH, help="Window to reach, e.g. 128k; default: 16 times its own.")
 @original_option
 @json_option
+@option("--factors", type=FILE, help="Show the factors of this file, too; they give the target.")
 @option("--plot", type=FILE, help="Also draw it (png, pdf, svg).")
 def inspect(
-    model: str, target_length: int | None, original_length: int | None, as_json: bool, plot: Path | None
+    model: str,
+    target_length: int | None,
+    original_length: int | None,
+    as_json: bool,
+    factors: Path | None,
+    plot: Path | None,
 ) -> None:
     """Show a model's RoPE and what every known method does to it.
 
@@ -99,7 +105,7 @@ def inspect(
     from longrope2.inspection import inspect
     from longrope2.models import describe
 
-    result = inspect(describe(model, original_length=original_length), target_length)
+    result = inspect(describe(model, original_length=original_length), target_length, factors)
     for remark in result.remarks:
         warn(remark)
     if plot is not None:

@@ -235,6 +235,10 @@ def draw_inspection(result: "Inspection", path: Path | None) -> Drawing:
         _draw_unseen(left, result)
         shown = [name for name in INSPECTED if name in result.methods]
         marks = [(result.critical_dimension, "d_tcd"), (result.ten_period_dimension, "ten periods")]
+        if result.given:
+            name, dimension = result.given
+            shown.append(name)
+            marks = [(dimension, "d_rcd"), *marks] if dimension is not None else marks
         _draw_factors(drawing, right, {n: result.methods[n] for n in shown}, result.extension_ratio, marks)
         right.set_title(f"factors for {result.original_length:,} → {result.target_length:,} tokens")
         right.legend(loc="lower right", **ON_LINES)
@@ -242,7 +246,7 @@ def draw_inspection(result: "Inspection", path: Path | None) -> Drawing:
 
 
 def _draw_unseen(axis: Any, result: "Inspection") -> None:
-    """cos(p·θ_i) up to the target for a few dimensions; red where training never reached the angle."""
+    """cos(p·θ_i) up to the target for a few dimensions; orange where training never reached the angle."""
     window, target, periods = result.original_length, result.target_length, result.periods
     critical, half = result.critical_dimension, len(result.periods)
     shown = sorted({result.ten_period_dimension, critical - 1, critical, (critical + half) // 2, half - 1})
@@ -262,7 +266,7 @@ def _draw_unseen(axis: Any, result: "Inspection") -> None:
     axis.annotate(" trained window", (window, 0.5), fontsize=8)
     axis.set_yticks([-row for row in range(len(shown))], [f"i = {i}" for i in shown])
     axis.set_xlabel("position")
-    axis.set_title("cosine of RoPE dimensions; red: angles never trained")
+    axis.set_title("cosine of RoPE dimensions; orange: angles never trained")
 
 
 def draw_factors(by_method: Mapping[str, RescaleFactors], path: Path | None) -> Drawing:

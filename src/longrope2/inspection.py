@@ -1,8 +1,11 @@
 """A model's RoPE at a glance: periods, coverage, critical dimensions, and every method's factors."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from longrope2.console import terminal_width
+from longrope2.errors import FactorsError
+from longrope2.factors import RescaleFactors
 from longrope2.methods import METHODS, rescale
 from longrope2.models import ModelInfo
 from longrope2.records import Table
@@ -38,12 +41,15 @@ class Inspection:
     methods: dict[str, tuple[float, ...]]
     """Factors by method."""
     attention_factors: dict[str, float]
+    given: tuple[str, int | None] | None = None
+    """Under which name `methods` has factors of a file, and their critical dimension."""
 
     def table(self) -> Table:
         """One row per dimension."""
         # Methods that a narrow terminal cannot hold are in --json; the best known ones come first.
         room = (terminal_width() - 42) // 11
-        names = sorted(self.methods, key=lambda name: not METHODS[name].well_known)[: max(room, 2)]
+        known = {name: name not in METHODS or METHODS[name].well_known for name in self.methods}
+        names = sorted(self.methods, key=lambda name: not known[name])[: max(room, 2)]
         marks = {self.ten_period_dimension: " ten", self.critical_dimension: " tcd"}  # tcd where they are the same
         rows = [
             [
@@ -84,11 +90,18 @@ class Inspection:
         return caption + (f"; {hidden} more methods with --json" if hidden else "")
 
 
-def inspect(info: ModelInfo, target_length: int | None = None) -> Inspection:
-    """What a model's config alone says about its RoPE, and what every method would do to it."""
+def inspect(info: ModelInfo, target_length: int | None = None, given: Path | None = None) -> Inspection:
+    """What a model's config says about its RoPE, what every method would do to it, and what a file's factors do."""
     rope, reading = info.rope, info.reading
+    factors: dict[str, RescaleFactors] = {}
+    if given is not None:
+        factors[given.name] = own = RescaleFactors.load(given)
+        own.check_fits(rope)
+        if target_length not in (None, own.target_length):
+            raise FactorsError(f"{given}: made for {own.target_length:,} tokens", hint="omit --target-length")
+        target_length = own.target_length
     target_length = target_length or DEFAULT_RATIO * rope.original_length
-    factors = {name: rescale(name, rope, target_length) for name in METHODS if name != "none"}
+    factors |= {name: rescale(name, rope, target_length) for name in METHODS if name != "none"}
     return Inspection(
         model=info.name,
         family=reading.family,
@@ -111,4 +124,5 @@ def inspect(info: ModelInfo, target_length: int | None = None) -> Inspection:
         first_unseen_position=tuple(rope.first_unseen_position(target_length)),
         methods={name: value.long for name, value in factors.items()},
         attention_factors={name: value.long_attention_factor for name, value in factors.items()},
+        given=(given.name, factors[given.name].critical_dimension) if given else None,
     )
