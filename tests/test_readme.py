@@ -1,6 +1,7 @@
 """The commands and the example of README and docs really run."""
 
 import contextlib
+import json
 import re
 import runpy
 import shlex
@@ -119,3 +120,17 @@ def test_benchmarks_and_recipes_find_what_they_import(program, monkeypatch, caps
         runpy.run_path(str(program), run_name="__main__")
     is_program = '__name__ == "__main__"' in program.read_text()
     assert capsys.readouterr().out.startswith("usage") == is_program
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    monkeypatch.chdir(tmp_path)
+    cells = json.loads((ROOT / "docs" / "notebooks" / "first-steps.ipynb").read_text())["cells"]
+    names = {}
+    for cell in cells:
+        assert not cell.get("outputs")
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), cell["id"], "exec"), names)
+    assert names["found"]["searched"][1024] > 50 > names["found"]["original"][1024]
+    assert "It was the best of times" in capsys.readouterr().out
