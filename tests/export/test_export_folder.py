@@ -547,6 +547,7 @@ class TestSources:
             calls.append((repo, revision, "*.bin" in allow_patterns))
             return str(snapshot)
 
+        monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", lambda *_, **__: None)
         monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: str(snapshot / "config.json"))
         monkeypatch.setattr("huggingface_hub.snapshot_download", download)
         with pytest.raises(FactorsError):
