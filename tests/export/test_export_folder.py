@@ -18,6 +18,7 @@ from export_samples import (
     ONE_TEMPERATURE,
     TWO_TEMPERATURES,
     WINDOW,
+    edit_config,
     family_factors,
     family_folder,
     tiny_factors,
@@ -537,6 +538,14 @@ class TestSources:
         factors = family_factors(_Carrier(family_config("gemma3_text", max_position_embeddings=WINDOW)))
         with pytest.raises(LongRopeError, match="more parts than its language model"):
             export(str(tmp_path / "m"), tmp_path / "e", factors=factors)
+
+    def test_an_empty_entry_for_a_kind_of_layers_is_none(self, tmp_path):
+        folder = shutil.copytree(TINY, tmp_path / "model")
+        edit_config(folder, lambda config: config.update(rope_scaling={"full_attention": None}))
+        export(str(folder), tmp_path / "e", factors=tiny_factors())
+        export(str(TINY), tmp_path / "plain", factors=tiny_factors())
+        written, plain = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("e", "plain"))
+        assert written["rope_parameters"] == plain["rope_parameters"]
 
     def test_hub_ids_are_downloaded_once_needed(self, tmp_path, monkeypatch):
         snapshot = tmp_path / "snapshots" / "abc"

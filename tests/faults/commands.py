@@ -131,7 +131,9 @@ def result_of(folder: Path, *, without: Set[Path] = frozenset()) -> dict[str, st
 
 def _is_volatile(path: Path) -> bool:
     is_of_times = path.name in ("time.csv", "time.png", "losses.csv", "index.html")
-    return is_of_times or not {"tensorboard", "checkpoints"}.isdisjoint(path.parts)
+    # A kill may come when all is done but removing the empty mark of what was under way.
+    is_mark = path.name.startswith("mark-")
+    return is_of_times or is_mark or not {"tensorboard", "checkpoints"}.isdisjoint(path.parts)
 
 
 def _lasting(path: Path) -> bytes:

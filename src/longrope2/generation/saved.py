@@ -29,7 +29,7 @@ FACTORS_FILE = "factors.json"
 def write_factors(config: Any, factors: RescaleFactors, switch_length: int) -> None:
     """Turn a model's config, in place, into one with these factors; sliding layers keep their own RoPE."""
     accept_mscales()
-    nested = FULL_ATTENTION in (config.rope_parameters or {})
+    nested = isinstance((config.rope_parameters or {}).get(FULL_ATTENTION), dict)
     before = config.rope_parameters[FULL_ATTENTION] if nested else config.rope_parameters or {}
     kept = {name: before[name] for name in ("partial_rotary_factor",) if name in before}
     parameters: dict[str, Any] = {
