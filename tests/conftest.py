@@ -171,3 +171,12 @@ def killed_in(folder: Path) -> Path:
 def published() -> dict[str, list[float]]:
     """Published factor lists: LongRoPE2's LLaMA-3-8B, and Phi-3-mini-128k of April 2024."""
     return json.loads((FIXTURES / "published_factors.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def forks(tmp_path_factory):
+    """For tests/faults: commands as forks of one process, in a folder with what they read."""
+    from commands import prepared  # which is on the path of those tests alone
+
+    with prepared(tmp_path_factory.mktemp("faults")) as forks:
+        yield forks

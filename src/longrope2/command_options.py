@@ -10,7 +10,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 import click
 from click import BadParameter, Choice, argument, option
 
-from longrope2.options import FileName, Length, Stated, parse_length, stated
+from longrope2.errors import LongRopeError
+from longrope2.options import FileName, Length, Stated, length_of, stated
 
 
 class Parsed(click.ParamType):  # type: ignore[type-arg]
@@ -44,12 +45,9 @@ def _named(text: str) -> str:
 
 def _tokens(text: str) -> int:
     try:
-        tokens = parse_length(text)
-    except ValueError:
-        tokens = 0
-    if tokens < 1:
-        raise BadParameter(f"{text!r} is not a length; write 32768, 32k or 1M")
-    return tokens
+        return length_of(text)
+    except LongRopeError as error:
+        raise BadParameter(f"{error.message}; {error.hint}") from None
 
 
 def _number(text: str) -> float:

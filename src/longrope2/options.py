@@ -147,14 +147,12 @@ def identity(config: Any) -> dict[str, Any]:
     return {entry.name: value for entry, value in _values(config) if not entry.option.elastic}
 
 
-def wrong_entries(
-    subject: str, table: Mapping[str, Any], known: Mapping[str, Stated], *, limits: bool = True
-) -> list[str]:
+def wrong_entries(table: Mapping[str, Any], known: Mapping[str, Stated], *, limits: bool = True) -> list[str]:
     """Unknown keys and values of the wrong type in a table of a file, in words; with `limits` also what breaks one."""
     found = []
     for name, given in table.items():
         if name not in known:
-            found.append(f"{subject}: {unknown(name, known)}")
+            found.append(unknown(name, known))
             continue
         entry = known[name]
         value = plain(given, entry.hint)
@@ -162,7 +160,7 @@ def wrong_entries(
         if limits:
             problem = problem or entry.broken_limit(value) or entry.unknown_choice(value)
         if problem:
-            found.append(f"{subject}: {problem}")
+            found.append(problem)
     return found
 
 

@@ -4,13 +4,14 @@ import json
 import os
 import random
 import re
+import shutil
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from forks import Forks
+from forks import Ended, Forks
 
 from longrope2.books import read_books
 
@@ -118,6 +119,15 @@ def _prepare(forks: Forks) -> None:
     ):
         ended = forks.run(line.split())
         assert ended.code == 0, ended.errors
+
+
+def undisturbed(forks: Forks, name: str) -> tuple[list[str], Ended, dict[str, str]]:
+    """A command, how it ends when nothing happens to it, and its result."""
+    command, out = COMMANDS[name].split(), forks.folder / OUT
+    shutil.rmtree(out, ignore_errors=True)
+    whole = forks.run(command)
+    assert whole.code == 0, whole.errors
+    return command, whole, result_of(out)
 
 
 def result_of(folder: Path, *, without: Set[Path] = frozenset()) -> dict[str, str]:

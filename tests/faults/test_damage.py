@@ -6,7 +6,7 @@ import shutil
 import sys
 
 import pytest
-from commands import COMMANDS, LONG_SCALE, OUT, damage, prepared, result_of
+from commands import LONG_SCALE, OUT, damage, result_of, undisturbed
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="forks and /proc")]
 RESUMING = ("search", "calibrate", "plan", "train", "evaluate", "extend")
@@ -16,20 +16,11 @@ KEPT = "earlier"
 """Where `extend` keeps what was damaged."""
 
 
-@pytest.fixture(scope="module")
-def forks(tmp_path_factory):
-    with prepared(tmp_path_factory.mktemp("faults")) as forks:
-        yield forks
-
-
 @pytest.mark.parametrize("name", RESUMING)
 def test_a_damaged_run_is_refused_or_ends_as_it_should(forks, name):
     rng = random.Random(name)
-    command, out = COMMANDS[name].split(), forks.folder / OUT
-    shutil.rmtree(out, ignore_errors=True)
-    whole = forks.run(command)
-    assert whole.code == 0, whole.errors
-    expected = result_of(out)
+    command, whole, expected = undisturbed(forks, name)
+    out = forks.folder / OUT
     for trial in range(4 * LONG_SCALE):
         shutil.rmtree(out)
         if trial % 2:
@@ -40,7 +31,7 @@ def test_a_damaged_run_is_refused_or_ends_as_it_should(forks, name):
         if not files:
             continue
         path = rng.choice(files)
-        # Nobody may read it again if its job is finished; whoever does finds the damage.
+        # Once its job is finished it may never be read again; if it is, the damage is found.
         has_checksum = path.suffix == ".jsonl" or b'"checksum": ' in path.read_bytes()
         how = damage(path, rng)
         ended = forks.run(command)

@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 import pytest
-from commands import COMMANDS, OUT, SCALE, prepared
+from commands import COMMANDS, OUT, SCALE
 from gguf import GGUFReader
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,12 +27,6 @@ MODEL_COMMANDS = (
     "export MODEL --factors f.json -o out/model",
 )
 campaign = settings(max_examples=60 * SCALE, derandomize=SCALE == 1)
-
-
-@pytest.fixture(scope="module")
-def forks(tmp_path_factory):
-    with prepared(tmp_path_factory.mktemp("faults")) as forks:
-        yield forks
 
 
 def attempt(forks, kind, command, **names):

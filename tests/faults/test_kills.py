@@ -5,27 +5,18 @@ import shutil
 import sys
 
 import pytest
-from commands import COMMANDS, LONG_SCALE, OUT, prepared, result_of
+from commands import COMMANDS, LONG_SCALE, OUT, result_of, undisturbed
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="forks and /proc")]
 TRIALS = {"train": 2, "extend": 2}
 KILLS = 3
 
 
-@pytest.fixture(scope="module")
-def forks(tmp_path_factory):
-    with prepared(tmp_path_factory.mktemp("faults")) as forks:
-        yield forks
-
-
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_killed_command_resumes_to_the_identical_result(forks, name):
     rng = random.Random(name)
-    command, out = COMMANDS[name].split(), forks.folder / OUT
-    shutil.rmtree(out, ignore_errors=True)
-    whole = forks.run(command)
-    assert whole.code == 0, whole.errors
-    expected = result_of(out)
+    command, whole, expected = undisturbed(forks, name)
+    out = forks.folder / OUT
     for trial in range(TRIALS.get(name, 3) * LONG_SCALE):
         shutil.rmtree(out)
         killed, finished = [], None

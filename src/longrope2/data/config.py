@@ -337,7 +337,7 @@ def read_mix(path: Path) -> dict[str, Any]:
     problems = [f"unknown key {key!r}" for key in values if key not in ("plan", "source", "bucket")]
     settings = values.get("plan", {})
     if isinstance(settings, dict):
-        problems += wrong_entries("plan", settings, _known(PlanConfig, "buckets"))
+        problems += [f"plan: {problem}" for problem in wrong_entries(settings, _known(PlanConfig, "buckets"))]
     else:
         problems.append(f"plan must be a table, got {settings!r}")
     tables: dict[str, list[Any]] = {"source": values.get("source", []), "bucket": values.get("bucket", [])}
@@ -347,7 +347,7 @@ def read_mix(path: Path) -> dict[str, Any]:
             continue
         for number, table in enumerate(tables[name], start=1):
             subject = f"{name} {number}"
-            problems += wrong_entries(subject, table, _known(kind))
+            problems += [f"{subject}: {problem}" for problem in wrong_entries(table, _known(kind))]
             problems += [f"{subject}: {key} is missing" for key in required(kind) if key not in table]
     if problems:
         kinds = {"[plan]": PlanConfig, "[[source]]": Source, "[[bucket]]": Bucket}

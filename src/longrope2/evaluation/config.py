@@ -1,20 +1,23 @@
 """What to evaluate, checked as far as nothing needs to be loaded for it."""
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from longrope2.books import read_books
 from longrope2.errors import LongRopeError, all_problems, chosen
 from longrope2.options import Length, broken_limits, build, option, wrong_types
+
+if TYPE_CHECKING:
+    from longrope2.evaluation.suite import Suite
 
 SHORTEST = 4096
 LARGEST_SEED = 2**32 - 1
 """Of numpy's old generator, with which RULER draws."""
 
 
-def _suites() -> Collection[str]:
+def _suites() -> "Mapping[str, Suite]":
     from longrope2.evaluation.suites import SUITES  # not at the top: `--help` reads this module
 
     return SUITES
@@ -40,13 +43,12 @@ class EvaluationConfig:
     batch_tokens: Length | None = option(None, "Tokens in a batch.", usual="by free memory", least=1)
 
     def __post_init__(self) -> None:
-        from longrope2.evaluation.suites import SUITES  # not at the top: `--help` reads this module
-
+        suites = _suites()
         problems = wrong_types(self) or broken_limits(self)
         if not self.suites:
-            problems.append(f"no suite is named; there are {', '.join(SUITES)}")
+            problems.append(f"no suite is named; there are {', '.join(suites)}")
         for name in self.suites:
-            most = SUITES[name].most_samples if name in SUITES else None
+            most = suites[name].most_samples if name in suites else None
             if most is not None and (self.samples or 0) > most:
                 problems.append(f"samples must be at most {most} for {name}, got {self.samples}")
         if self.data_path is not None and not self.data_path.is_dir():
@@ -55,7 +57,7 @@ class EvaluationConfig:
             raise LongRopeError(all_problems("evaluation", problems), hint="see `longrope2 evaluate --help`")
         if self.books is not None:
             read_books(self.books)  # refuses what is not there, and reads nothing yet
-        chosen("suite", self.suites, SUITES)
+        chosen("suite", self.suites, suites)
         for task in self.tasks:
             self._owner(task)
 
@@ -66,19 +68,16 @@ class EvaluationConfig:
 
     def tasks_of(self, suite: str) -> tuple[str, ...]:
         """The tasks of a suite that were named; all of them where none was."""
-        from longrope2.evaluation.suites import SUITES
-
         named = tuple(task for task in dict.fromkeys(self.tasks) if self._owner(task) == suite)
-        return named or SUITES[suite].tasks
+        return named or _suites()[suite].tasks
 
     def _owner(self, task: str) -> str:
         """The suite that a task belongs to: the one that has it, or the one that takes any."""
-        from longrope2.evaluation.suites import SUITES
-
-        owners = [name for name in self.suites if task in SUITES[name].tasks]
-        owners += [name for name in self.suites if SUITES[name].any_task]
+        suites = _suites()
+        owners = [name for name in self.suites if task in suites[name].tasks]
+        owners += [name for name in self.suites if suites[name].any_task]
         if not owners:
-            chosen("task", [task], [known for name in self.suites for known in SUITES[name].tasks])
+            chosen("task", [task], [known for name in self.suites for known in suites[name].tasks])
         return owners[0]
 
 

@@ -168,38 +168,41 @@ def _runs(engine: ServingEngine, reference: Reference) -> Iterator[tuple[int | N
     """What to ask, by the window the engine is started with."""
     factors, vocab = reference.factors, reference.config.vocab_size
     original = factors.original_length
-    few = min(original // 2, FEW)
-    far = min(original + few, factors.target_length - 1)
-    longs = sorted({length for length in (original + 1, far) if length > original})
     draw = random.Random(0)  # noqa: S311 - no secret
-    stream = [draw.randrange(vocab) for _ in range(factors.target_length)]
+    stream = [draw.randrange(vocab) for _ in range(max(original, reference.switch_length) + FEW)]
+
+    def few(length: int) -> int:
+        return min(length // 2, FEW)
+
+    def beyond(length: int) -> list[int]:
+        far = min(length + few(length), factors.target_length - 1)
+        return sorted({number for number in (length + 1, far) if number > length})
 
     def question(mode: str, length: int, new_tokens: int = 1) -> ProbePrompt:
         # Each is the beginning of the next, so that one forward of ours answers them all.
         return ProbePrompt(mode, stream[:length], new_tokens)
 
-    long_questions = [question("long", length) for length in longs]
+    long_questions = [question("long", length) for length in beyond(original)]
     if engine.chooses == "length":
-        short_questions = [question("short", length) for length in (few, original)]
+        short_questions = [question("short", length) for length in (few(original), original)]
         # The last of these tokens is chosen after original + 1 others.
         yield None, [*short_questions, *long_questions, question("crossing", original - 2, new_tokens=4)]
         return
     if engine.chooses == "switch":
         length = reference.switch_length
-        questions = [question("short", min(length // 2, FEW), 3), question("short", length)]
+        questions = [question("short", few(length), 3), question("short", length)]
         questions += [question("crossing", length - 2, 5), question("crossing", length, 3)]
-        longer = {length + 1, min(length + min(length // 2, FEW), factors.target_length - 1)}
-        questions += [question("long", number, 2) for number in sorted(longer) if number > length]
+        questions += [question("long", number, 2) for number in beyond(length)]
         yield min(max(len(one.prompt) + one.new_tokens for one in questions), factors.target_length), questions
         return
-    throughout = question("short, long factors", few)
+    throughout = question("short, long factors", few(original))
     if engine.chooses == "long":
         yield None, [throughout, *long_questions]
         return
     step, short_window = engine.context_step, engine.short_window(factors)
     if short_window:
-        yield short_window, [question("short", length) for length in (min(short_window // 2, FEW), short_window - 1)]
-    yield -(-(max([original, *longs]) + 1) // step) * step, [throughout, *long_questions]
+        yield short_window, [question("short", length) for length in (few(short_window), short_window - 1)]
+    yield -(-(max([original, *beyond(original)]) + 1) // step) * step, [throughout, *long_questions]
 
 
 def _job(

@@ -4,7 +4,7 @@ Rough by intent: it separates minutes from days and says whether a disk is large
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -273,20 +273,16 @@ def _export(setting: Setting, _: Step, shape: ModelShape, machine: Machine) -> N
 
 def _verify(setting: Setting, _: Step, shape: ModelShape, machine: Machine) -> Needs:
     memory = 4.0 * shape.parameters
+    asked = [engine.partition("=")[0] for engine in VerifyConfig(**setting.recipe.verify).engines]
     engines = [
         name
         for format in ExportTable(**setting.recipe.export).formats
         for name, engine in verifiable(format).items()
-        if _is_named(name, VerifyConfig(**setting.recipe.verify).engines, or_else=is_installed(engine))
+        if (name in asked if asked else is_installed(engine))
     ]
     each = OVERHEAD_SECONDS["verify"] + 2 * memory / COPY_RATE
     each += FORWARDS * _forward(shape, machine, setting.info.rope.original_length)
     return Needs(seconds=len(engines) * each, memory=memory, note=f"in {', '.join(engines) or 'no engine'}")
-
-
-def _is_named(name: str, engines: Sequence[str], *, or_else: bool) -> bool:
-    """Whether an engine is among those that were asked for, or, where none was, is there."""
-    return any(engine.partition("=")[0] == name for engine in engines) if engines else or_else
 
 
 def forecast_table(setting: Setting, plans: Mapping[str, Any]) -> Table:

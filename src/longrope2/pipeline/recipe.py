@@ -250,17 +250,18 @@ def _problems(values: Table, *, limits: bool) -> list[str]:
         if key not in known and key not in tables:
             found.append(unknown(key, [*known, *tables]))
         elif key in known:
-            found += [text.removeprefix(": ") for text in wrong_entries("", {key: value}, known, limits=limits)]
+            found += wrong_entries({key: value}, known, limits=limits)
         elif not _is_of_tables(key, value):
             found.append(f"{key} must be {_table_in_words(key)}, got {in_toml(value)}")
         else:
             for number, table in enumerate(value if _is_list(key) else [value]):
                 subject = f"{key} {number + 1}" if _is_list(key) else key
-                found += wrong_entries(subject, table, tables[key], limits=limits)
+                wrong = wrong_entries(table, tables[key], limits=limits)
                 # Commands take an empty list for their default, and so for more than nothing.
                 empty = [name for name, given in table.items() if name in tables[key] and given == []]
-                found += [f"{subject}: {name} is empty (name what it should have, or omit it)" for name in empty]
-                found += [f"{subject}: {name} is missing" for name in _required(key) if name not in table]
+                wrong += [f"{name} is empty (name what it should have, or omit it)" for name in empty]
+                wrong += [f"{name} is missing" for name in _required(key) if name not in table]
+                found += [f"{subject}: {problem}" for problem in wrong]
     methods = values.get("methods", ())
     if conforms(plain(methods), known["methods"].hint):
         found += [f"method {name!r} is not known" for name in methods if name not in CLOSED_FORMS]

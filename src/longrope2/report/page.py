@@ -14,15 +14,13 @@ from longrope2.evaluation.suites import summarised
 from longrope2.export.engines import guidance
 from longrope2.figures import length_label
 from longrope2.files import atomic_path, public, write_text
-from longrope2.records import Cell, StageRun
+from longrope2.records import Cell, Finding, StageRun
 from longrope2.report.charts import Chart, charts, stage_seconds
 from longrope2.report.gather import RunData, gather
 from longrope2.report.summary import Summary, by_length, label, summarise
 
 OURS = (ledger.AFTER_TRAINING, ledger.SEARCHED)
-SEVERITY = {
-    verdict: number for number, verdict in enumerate(("right", "not checked", "known limit", "FAILED", "WRONG"))
-}
+SEVERITY = ("right", "not checked", "known limit", "FAILED", "WRONG")
 
 
 def write_report(folder: Path) -> Path:
@@ -143,17 +141,14 @@ def _compared(own: Cell, other: Cell) -> str:
 
 def _checked(data: RunData) -> list[tuple[str, str, str]]:
     """Each engine that was asked with its verdict, the worst of all lengths, and how that is coloured."""
-    found: dict[str, list[str]] = {}
+    found: dict[str, list[Finding]] = {}
     for findings in (data.verified.exports if data.verified else {}).values():
         for finding in findings:
-            found.setdefault(finding.engine, []).append(finding.verdict)
-    worst = {
-        engine: max(verdicts, key=lambda verdict: SEVERITY.get(verdict, len(SEVERITY)))
-        for engine, verdicts in found.items()
-    }
+            found.setdefault(finding.engine, []).append(finding)
+    worst = [max(findings, key=lambda finding: SEVERITY.index(finding.verdict)) for findings in found.values()]
     return [
-        (engine, verdict, "right" if verdict == "right" else "wrong" if verdict in ("WRONG", "FAILED") else "open")
-        for engine, verdict in worst.items()
+        (one.engine, one.verdict, "wrong" if one.is_wrong else "right" if one.verdict == "right" else "open")
+        for one in worst
     ]
 
 

@@ -33,7 +33,7 @@ def main(function: str, job_file: str, answers_file: str) -> None:
 
 
 def _questions(job: dict[str, Any]) -> Iterator[tuple[list[int], int]]:
-    """Prompts with the number of tokens to generate; whoever waits may read how many are answered."""
+    """Prompts with the number of tokens to generate; notes how many are answered, for the process that waits."""
     for number, question in enumerate(zip(job["prompts"], job["new_tokens"], strict=True)):
         if "progress" in job:
             Path(job["progress"]).write_text(str(number))
