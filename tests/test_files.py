@@ -6,6 +6,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -158,6 +159,15 @@ def test_two_at_once_write_one_folder_and_one_is_refused(tmp_path):
     assert sorted(child.returncode for child in both) == [0, 1], told
     assert "another process is writing it" in "".join(told)
     assert [path.name for path in tmp_path.iterdir()] == ["e"]
+
+
+def test_a_relative_name_is_not_taken_for_that_of_another_process(tmp_path, monkeypatch):
+    make = tempfile.mkdtemp
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda **options: str(Path(make(**options)).resolve()))  # as Python 3.12
+    monkeypatch.chdir(tmp_path)
+    with atomic_path(Path("a"), refusal="another process is writing it") as path:
+        path.write_text("content")
+    assert Path("a").read_text() == "content"
 
 
 def test_a_folder_whose_name_was_taken_meanwhile_is_not_lost(tmp_path, monkeypatch):

@@ -121,7 +121,7 @@ def _claimed(path: Path, refusal: str) -> tuple[IO[bytes], Path]:
             continue
         # Where there are no locks, nobody knows whose the others are.
         others = path.parent.glob(f".{glob.escape(path.name)}{PARTIAL}*") if is_locked(mark) else ()
-        if not sweep(other for other in others if other != place) or not refusal:
+        if not sweep(other for other in others if other.name != place.name) or not refusal:
             if sys.platform == "win32":  # which removes no open file
                 held.close()
             return held, place
