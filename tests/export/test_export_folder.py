@@ -539,9 +539,10 @@ class TestSources:
         with pytest.raises(LongRopeError, match="more parts than its language model"):
             export(str(tmp_path / "m"), tmp_path / "e", factors=factors)
 
-    def test_an_empty_entry_for_a_kind_of_layers_is_none(self, tmp_path):
+    @pytest.mark.parametrize("entry", [None, {}, {"rope_type": "default"}])
+    def test_an_empty_entry_for_a_kind_of_layers_is_none(self, tmp_path, entry):
         folder = shutil.copytree(TINY, tmp_path / "model")
-        edit_config(folder, lambda config: config.update(rope_scaling={"full_attention": None}))
+        edit_config(folder, lambda config: config.update(rope_scaling={"full_attention": entry}))
         export(str(folder), tmp_path / "e", factors=tiny_factors())
         export(str(TINY), tmp_path / "plain", factors=tiny_factors())
         written, plain = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("e", "plain"))

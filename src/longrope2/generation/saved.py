@@ -29,8 +29,10 @@ FACTORS_FILE = "factors.json"
 def write_factors(config: Any, factors: RescaleFactors, switch_length: int) -> None:
     """Turn a model's config, in place, into one with these factors; sliding layers keep their own RoPE."""
     accept_mscales()
-    nested = isinstance((config.rope_parameters or {}).get(FULL_ATTENTION), dict)
-    before = config.rope_parameters[FULL_ATTENTION] if nested else config.rope_parameters or {}
+    before = config.rope_parameters or {}
+    # Where layers share one RoPE, transformers puts its type beside an entry for a kind, and passes over that entry.
+    if nested := FULL_ATTENTION in before and all(isinstance(entry, dict) for entry in before.values()):
+        before = before[FULL_ATTENTION]
     kept = {name: before[name] for name in ("partial_rotary_factor",) if name in before}
     parameters: dict[str, Any] = {
         **kept,

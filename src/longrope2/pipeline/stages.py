@@ -28,7 +28,6 @@ from longrope2.export.verify import verify
 from longrope2.export.weights import SourceModel
 from longrope2.factors import RescaleFactors
 from longrope2.figures import length_label
-from longrope2.files import write_json
 from longrope2.methods import rescale
 from longrope2.models import ModelInfo, load_tokenizer, rescale_model, skeleton, weights_fingerprint
 from longrope2.options import identity, stated
@@ -413,15 +412,14 @@ def _export(setting: Setting, before: Sequence[Step]) -> Iterator[Step]:
 def _exported(
     setting: Setting, options: ExportTable, outputs: Mapping[Format, str], _: World, *, trained: bool, measured: bool
 ) -> None:
-    results = summarise(gather(setting.folder)).to_json()
-    write_json(setting.folder / ledger.EXPORT / "results.json", results)  # for people
+    results = summarise(gather(setting.folder)).to_json() if measured else None
     for config in options.exports(extend_again=setting.recipe.extend_again):
         export(
             str(setting.folder / ledger.TRAINED) if trained else setting.info.name,
             setting.folder / outputs[config.format],
             config,
             factors=None if trained else setting.factors,
-            results=results if measured else None,
+            results=results,
         )
 
 
