@@ -155,6 +155,12 @@ def test_a_correlation_is_that_of_data_made_with_it(ranks):
     assert sum(found["low"] <= 0 <= found["high"] for found in unrelated) >= 45
 
 
+def test_rows_asked_for_other_needles_are_not_compared(ranks):
+    rows = {name: {"values": {"niah/niah/32768": {"asked": asked}}} for name, asked in zip("abc", "xyx", strict=True)}
+    with pytest.raises(SystemExit, match=r"^b: measured on other needles"):
+        ranks.check_questions(rows)
+
+
 def test_the_published_correlations_are_those_of_the_stored_rows(ranks, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["ranks.py", "-o", str(tmp_path / "ranks.json")])
     ranks.main()

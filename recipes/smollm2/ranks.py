@@ -8,6 +8,7 @@ same factors. Prints Spearman's rank correlation of each measure with the share 
 
 import argparse
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,14 @@ def trained_alike(folder: Path) -> dict[str, Row]:
         if (row["mix"], row.get("seed", 0), row["target_length"], row["cost"]["tokens"])
         == ("mix-32k", 0, LENGTH, TOKENS)
     }
+
+
+def check_questions(rows: dict[str, Row]) -> None:
+    """Stop if rows were asked for needles in other documents than most."""
+    asked = {name: row["values"][f"niah/niah/{LENGTH}"]["asked"] for name, row in rows.items()}
+    usual, _ = Counter(asked.values()).most_common(1)[0]
+    if others := [name for name, digest in asked.items() if digest != usual]:
+        raise SystemExit(f"{', '.join(others)}: measured on other needles than the rest; see README.md for the books")
 
 
 def score(row: Row, suite: str) -> float | None:
@@ -103,6 +112,7 @@ def main() -> None:
     folder = RESULTS / "smollm2" / "rows"
     rows = trained_alike(folder)
     brief = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("brief-*.json")}
+    check_questions(rows | brief)
     path = RESULTS / "search" / "smollm2" / "search-smollm2-32k.json"
     measured = json.loads(path.read_text(encoding="utf-8"))["rows"]
     needles = {name: value for name, row in rows.items() if (value := score(row, "niah")) is not None}
