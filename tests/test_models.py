@@ -75,20 +75,31 @@ def permuted(weight, heads):
     return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
-def write_gguf(path, model, tokenizer_folder, *, quantisation="F32", rope=None, architecture="llama", extra=None):
-    """A GGUF file as llama.cpp's converter writes it."""
+GGUF_FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3_text": "gemma3", "phi3": "phi3"}
+
+
+def write_gguf(path, model, tokenizer_folder, *, quantisation="F32", rope=None, architecture=None, extra=None):
+    """A GGUF file as llama.cpp's converter writes it, with the names that its own package gives to tensors."""
     config, state = model.config, {name: t.float().numpy() for name, t in model.state_dict().items()}
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    writer = gguf.GGUFWriter(path, architecture)
+    family = GGUF_FAMILIES[config.model_type]
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    writer = gguf.GGUFWriter(path, architecture or family)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(kv_heads)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_key_length(head_dim)
+    parameters = config.rope_parameters.get("full_attention", config.rope_parameters)
+    writer.add_rope_dimension_count(int(head_dim * parameters.get("partial_rotary_factor", 1)))
+    writer.add_rope_freq_base(parameters["rope_theta"])
+    if family == "gemma3":
+        writer.add_float32("gemma3.rope.freq_base_swa", config.rope_parameters["sliding_attention"]["rope_theta"])
+    if getattr(config, "sliding_window", None):
+        writer.add_sliding_window(config.sliding_window)
     writer.add_vocab_size(config.vocab_size)
     for call in rope or []:
         call(writer)
@@ -104,25 +115,17 @@ def write_gguf(path, model, tokenizer_folder, *, quantisation="F32", rope=None, 
     writer.add_eos_token_id(1)
     writer.add_add_bos_token(False)
 
-    def add(name, array):
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[family.upper()], config.num_hidden_layers)
+    for name, array in state.items():
+        if config.tie_word_embeddings and name == "lm_head.weight":
+            continue
+        part = name.split(".")[-2]
+        if family == "llama" and part in heads:
+            array = permuted(array, heads[part])
+        if family == "gemma3" and part.endswith("norm"):
+            array = array + 1
         kind = gguf.GGMLQuantizationType[quantisation] if array.ndim > 1 else gguf.GGMLQuantizationType.F32
-        writer.add_tensor(name, gguf.quantize(array, kind), raw_dtype=kind)
-
-    add("token_embd.weight", state["model.embed_tokens.weight"])
-    add("output_norm.weight", state["model.norm.weight"])
-    if not config.tie_word_embeddings:
-        add("output.weight", state["lm_head.weight"])
-    names = {
-        "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj",
-        "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
-        "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
-    }  # fmt: skip
-    for i in range(config.num_hidden_layers):
-        for theirs, ours in names.items():
-            weight = state[f"model.layers.{i}.{ours}.weight"]
-            if theirs in ("attn_q", "attn_k"):
-                weight = permuted(weight, heads if theirs == "attn_q" else kv_heads)
-            add(f"blk.{i}.{theirs}.weight", weight)
+        writer.add_tensor(names.get_name(name, (".weight", ".bias")), gguf.quantize(array, kind), raw_dtype=kind)
     for name, array in (extra or {}).items():
         writer.add_tensor(name, np.asarray(array, dtype=np.float32))
     writer.write_header_to_file()
@@ -334,20 +337,36 @@ class TestExtendedModels:
 
 
 class TestGGUF:
-    @pytest.mark.parametrize("quantisation", ["F32", "F16", "Q8_0", "Q4_1"])
-    @pytest.mark.parametrize("tied", [False, True])
-    def test_same_logits_as_transformers_reader(self, tmp_path, tokenizer_folder, quantisation, tied):
-        model = gguf_model(tie_word_embeddings=tied)
+    @pytest.mark.parametrize(
+        ("family", "options", "quantisation"),
+        [
+            ("llama", {}, "F32"),
+            ("llama", {"tie_word_embeddings": True}, "F16"),
+            ("llama", {}, "Q8_0"),
+            ("llama", {"tie_word_embeddings": True}, "Q4_1"),
+            ("qwen2", {}, "F32"),
+            ("qwen3", {"tie_word_embeddings": True}, "F32"),
+            ("phi3", {"pad_token_id": None}, "F32"),
+            ("gemma3_text", {"num_hidden_layers": 7, "query_pre_attn_scalar": 32, "sliding_window": 9}, "F32"),
+        ],
+    )
+    def test_same_logits_as_the_model_and_in_transformers(
+        self, tmp_path, tokenizer_folder, family, options, quantisation
+    ):
+        model = family_model(family, vocab_size=320, **options)
         path = write_gguf(tmp_path / "m.gguf", model, tokenizer_folder, quantisation=quantisation)
-        loaded = load(path)
-        theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32).eval()
+        loaded, models = load(path), [model] if quantisation == "F32" else []
+        if family in (
+            "llama",
+            "qwen2",
+        ):  # of the others transformers loses the size of heads, their part or their scale
+            theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32)
+            models.append(theirs.eval())
         tokens = torch.randint(2, 320, (2, 48), generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
-            ours, expected, source = (m(tokens).logits for m in (loaded.model, theirs, model))
-        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
-        if quantisation == "F32":
-            torch.testing.assert_close(ours, source, rtol=1e-5, atol=1e-5)
-        assert loaded.info.rope.rotary_dim == 16
+            for each in models:
+                torch.testing.assert_close(loaded.model(tokens).logits, each(tokens).logits, rtol=1e-5, atol=1e-5)
+        assert loaded.info.reading.family == family
 
     def test_tokenizer_splits_as_the_file_says(self, tmp_path, tokenizer_folder):
         from transformers import AutoTokenizer
@@ -398,11 +417,15 @@ class TestGGUF:
         broken.write_bytes(b"GGUF but not really")
         with pytest.raises(ModelError, match="not a readable GGUF file"):
             describe(broken)
-        other = write_gguf(tmp_path / "o.gguf", gguf_model(), tokenizer_folder, architecture="qwen2")
-        with pytest.raises(ModelError, match="architecture 'qwen2' is not supported"):
-            describe(other)
+        for name in ("starcoder2", "step35"):
+            other = write_gguf(tmp_path / "o.gguf", gguf_model(), tokenizer_folder, architecture=name)
+            with pytest.raises(ModelError, match=f"architecture '{name}' is not supported, only llama, qwen2, qwen3"):
+                describe(other)
+        gate = write_gguf(tmp_path / "b.gguf", gguf_model(), tokenizer_folder, extra={"blk.0.attn_gate.weight": [0.0]})
+        with pytest.raises(ModelError, match=r"b\.gguf: tensors not known for 'llama': blk\.0\.attn_gate\.weight"):
+            load(gate)
         bias = write_gguf(tmp_path / "b.gguf", gguf_model(), tokenizer_folder, extra={"blk.0.attn_q.bias": [0.0] * 64})
-        with pytest.raises(ModelError, match="tensors not known"):
+        with pytest.raises(ModelError, match=r"b\.gguf: tensors missing"):
             load(bias)
 
     def test_missing_package_names_the_extra(self, monkeypatch, tmp_path):

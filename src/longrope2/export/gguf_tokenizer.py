@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from longrope2.errors import ModelError, damage, require
 from longrope2.export.weights import SourceModel
-from longrope2.gguf_model import LLAMA3_SPLIT
+from longrope2.gguf_model import GPT4O_SPLIT, LLAMA3_SPLIT, QWEN2_SPLIT
 from longrope2.models import json_object
 
 if TYPE_CHECKING:
@@ -15,17 +15,11 @@ if TYPE_CHECKING:
 # Kinds of tokens, as in llama.cpp.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
-CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-GPT4O_SPLIT = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{CONTRACTIONS}?"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 # (text split, whether whole words of the vocabulary go before merges) → llama.cpp's name for both.
 SPLITS = {
     (LLAMA3_SPLIT, True): "llama-bpe",
     (LLAMA3_SPLIT, False): "dbrx",
-    (LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}"), False): "qwen2",
+    (QWEN2_SPLIT, False): "qwen2",
     (GPT4O_SPLIT, False): "gpt-4o",
 }
 

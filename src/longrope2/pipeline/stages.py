@@ -22,7 +22,7 @@ from longrope2.evaluation.evaluate import check_suites, run_evaluation
 from longrope2.export.config import ExportTable, VerifyConfig, fitting_profile, profiled
 from longrope2.export.engines import Format, verifiable
 from longrope2.export.export import export
-from longrope2.export.gguf import ARCHITECTURES, check_architecture
+from longrope2.export.gguf import WRITTEN_AS, check_architecture
 from longrope2.export.huggingface import with_forced_temperature
 from longrope2.export.verify import verify
 from longrope2.export.weights import SourceModel
@@ -387,7 +387,7 @@ def _check_export(setting: Setting) -> Iterator[str]:
     if "gguf" in options.formats:
         yield from _complaints(require, "gguf", extra="export", purpose="writing a GGUF file")
         on_disk = Path(info.location).exists()
-        if on_disk or info.reading.family not in ARCHITECTURES:  # weights are not downloaded to be looked at
+        if on_disk or info.reading.family not in WRITTEN_AS:  # weights are not downloaded to be looked at
             yield from _complaints(check_architecture, SourceModel(info), factors)
 
 
