@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from longrope2.distributed import World
 from longrope2.errors import DataError, LongRopeError
@@ -226,3 +227,90 @@ def test_wrong_files_are_named(data, tmp_path):
     (data / "short" / "TruthfulQA.csv").write_text("Question,Answer\nWhy?,So\n")
     with pytest.raises(DataError, match=r"TruthfulQA.csv, row 2: not as TruthfulQA.csv is published"):
         local_tasks(data, ["truthfulqa_mc2"], tmp_path / "made", [])
+
+
+LAMBADA = [
+    {"text": "The sea was wide, and over the sea came the old captain with his ship and the ship"},
+    {"context": "Call me Ishmael, said the man. And the man was called", "continuation": "Ishmael"},
+    {"text": "the whale and the whale and the whale and the whale and the whale"},
+    {"text": "It was a dark night, and the wind was in the trees of the forest"},
+]
+PIQA = [
+    {"goal": goal, "sol1": first, "sol2": second, "label": label}
+    for goal, first, second, label in (
+        ("To sail", "set the sails.", "of.", 0),
+        ("Boil water", "it is a very long answer to what was asked", "fire", 1),
+        ("Read", "a book", "a book of the sea and the land", 0),
+        ("Go home", "walk", "swim in the number of the house", 1),
+    )
+]
+ARC = [
+    {"id": "1", "question": "What sinks?", "answerKey": "A",
+     "choices": {"text": ["the stone that lies in the sea", "wood", "an iron"], "label": ["A", "B", "C"]}},
+    {"id": "2", "question": "What burns?", "answerKey": "1",
+     "choices": {"text": ["dry wood", "the water of the sea", "a", "the"], "label": ["1", "2", "3", "4"]}},
+    {"id": "3", "question": "Where do whales live?", "answerKey": "C",
+     "choices": {"text": ["house", "in the house of the old man", "in the sea", "no"], "label": ["A", "B", "C", "D"]}},
+]  # fmt: skip
+
+
+@torch.no_grad()
+def plain_likelihood(tiny, prompt: str, answer: str) -> tuple[float, bool]:
+    """Of an answer after a prompt, and whether each of its tokens is the first choice: one forward for each token."""
+    before, ids = (tiny.tokenizer(text).input_ids for text in (prompt, prompt + answer))
+    likelihood, greedy = 0.0, True
+    for place in range(len(before), len(ids)):
+        logits = tiny.model(torch.tensor([ids[:place]])).logits[0, -1].double()
+        likelihood += float(logits[ids[place]] - logits.exp().sum().log())
+        greedy &= int(logits.argmax()) == ids[place]
+    return likelihood, greedy
+
+
+def test_last_words_and_choices_against_plain_forwards(tiny, data):
+    """LAMBADA, PIQA and ARC-easy: accuracies from likelihoods that the harness has no part in."""
+    from longrope2.evaluation.suites import short
+
+    for name, rows in (("lambada_openai_test", LAMBADA), ("piqa_val", PIQA), ("arc_easy_val", ARC)):
+        (data / "short" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    outcome = short.run(setup_of(tiny, data, "lambada_openai", "piqa", "arc_easy"), engine_of(tiny))
+    found = {measured.task: measured for measured in outcome.measured}
+
+    def best(prompt: str, choices: list[str]) -> int:
+        """By likelihood over characters."""
+        each = [plain_likelihood(tiny, f"Question: {prompt}\nAnswer:", f" {choice}")[0] for choice in choices]
+        means = [likelihood / len(choice) for likelihood, choice in zip(each, choices, strict=True)]
+        unlike.append(means.index(max(means)) != each.index(max(each)))
+        return means.index(max(means))
+
+    unlike: list[bool] = []
+    texts = [row.get("text") or f"{row['context']} {row['continuation']}" for row in LAMBADA]
+    words = [float(plain_likelihood(tiny, *(t[: t.rindex(" ")], t[t.rindex(" ") :]))[1]) for t in texts]
+    piqa = [float(best(row["goal"], [row["sol1"], row["sol2"]]) == row["label"]) for row in PIQA]
+    arc = [
+        float(best(row["question"], row["choices"]["text"]) == row["choices"]["label"].index(row["answerKey"]))
+        for row in ARC
+    ]
+    assert list(found["lambada_openai"].each.values) == words
+    assert list(found["piqa"].each.values) == piqa
+    assert list(found["arc_easy"].each.values) == arc
+    assert any(unlike), "rows for which the two accuracies differ"
+    assert all(0 < sum(scores) < len(scores) for scores in (words, piqa, arc)), (words, piqa, arc)
+    assert {task: found[task].metric for task in found if task != "average"} == {
+        "lambada_openai": "acc", "piqa": "acc_norm", "arc_easy": "acc_norm",
+    }  # fmt: skip
+    assert any("those of the validation file" in note for note in outcome.notes)
+
+
+@pytest.mark.parametrize(
+    ("task", "name", "row", "message"),
+    [
+        ("lambada_openai", "lambada_openai_test", {"context": "x"}, "row 1: a passage and its last word expected"),
+        ("lambada_openai", "lambada_openai_test", {"text": "word"}, "row 1: a passage and its last word expected"),
+        ("piqa", "piqa_val", {**PIQA[0], "label": 2}, "line 1: label must be 0 or 1, got '2'"),
+        ("arc_easy", "arc_easy_val", {**ARC[0], "answerKey": "D"}, "row 1: 'D' does not name one of its choices"),
+    ],
+)
+def test_rows_that_cannot_be_scored_are_named(task, name, row, message, data, tmp_path):
+    (data / "short" / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(DataError, match=f"{name}.jsonl, {message}"):
+        local_tasks(data, [task], tmp_path / "made", [])

@@ -57,6 +57,42 @@ class Gsm8kRow(Published):
     answer: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class LambadaRow(Published):
+    """A passage of LAMBADA: whole, or with its last word apart."""
+
+    text: str = ""
+    context: str = ""
+    continuation: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PiqaRow(Published):
+    """A question of PIQA."""
+
+    goal: str
+    sol1: str
+    sol2: str
+    label: Literal[0, 1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArcChoices(Published):
+    """The answers to choose from, and their letters or numbers."""
+
+    text: tuple[str, ...]
+    label: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArcRow(Published):
+    """A question of ARC."""
+
+    question: str
+    choices: ArcChoices
+    answerKey: str  # noqa: N815
+
+
 class EngineModel(TemplateLM):
     """Every process of ours asks for everything and gets everything: to the harness there is only one."""
 
@@ -174,7 +210,8 @@ def _write(path: Path, rows: Sequence[Any]) -> str:
 
 def _described(task: str) -> Path:
     """The harness's own description, found without its index of all tasks, which takes many seconds to build."""
-    place = {"gsm8k": "gsm8k", "hellaswag": "hellaswag", "truthfulqa_mc2": "truthfulqa"}.get(task, "mmlu/default")
+    places = {"truthfulqa_mc2": "truthfulqa", "lambada_openai": "lambada", "arc_easy": "arc"}
+    place = places.get(task, task if task in MAKERS else "mmlu/default")
     return Path(lm_eval.tasks.__file__).parent / place / f"{task}.yaml"
 
 
@@ -280,9 +317,50 @@ def _answers(text: str) -> list[str]:
     return list(dict.fromkeys(answer.strip() for answer in text.split(";") if answer.strip()))
 
 
+def _lambada(source: Path, folder: Path, notes: list[str]) -> list[Path]:
+    path = _file(source, "lambada_openai_test.jsonl")
+    if path is None:
+        return []
+    texts = [row.text or f"{row.context} {row.continuation}" for row in _rows(path, LambadaRow)]
+    for number, text in enumerate(texts, 1):
+        if not all(text.rpartition(" ")):
+            raise DataError(
+                f"{path}, row {number}: a passage and its last word expected",
+                hint="a row has text, or context and continuation",
+            )
+    return [_describe(folder, "lambada_openai", {"test": [{"text": text} for text in texts]})]
+
+
+def _piqa(source: Path, folder: Path, notes: list[str]) -> list[Path]:
+    path = _file(source, "piqa_val.jsonl")
+    if path is None:
+        return []
+    return [_describe(folder, "piqa", {"validation": _rows(path, PiqaRow)}, training_split=None)]
+
+
+def _arc_easy(source: Path, folder: Path, notes: list[str]) -> list[Path]:
+    test, validation = _file(source, "arc_easy_test.jsonl"), _file(source, "arc_easy_val.jsonl")
+    path = test or validation
+    if path is None:
+        return []
+    if test is None:
+        notes.append("arc_easy: the questions are those of the validation file, since there is no arc_easy_test.jsonl")
+    rows = _rows(path, ArcRow)
+    for number, row in enumerate(rows, 1):
+        if row.answerKey not in row.choices.label or len(row.choices.text) != len(row.choices.label):
+            raise DataError(
+                f"{path}, row {number}: {row.answerKey!r} does not name one of its choices",
+                hint="answerKey is one of choices.label, which has a label for each of choices.text",
+            )
+    return [_describe(folder, "arc_easy", {"test": rows}, training_split=None, validation_split=None)]
+
+
 MAKERS: dict[str, Callable[[Path, Path, list[str]], list[Path]]] = {
     "hellaswag": _hellaswag,
     "gsm8k": _gsm8k,
     "mmlu": _mmlu,
     "truthfulqa_mc2": _truthfulqa,
+    "lambada_openai": _lambada,
+    "piqa": _piqa,
+    "arc_easy": _arc_easy,
 }

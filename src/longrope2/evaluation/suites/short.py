@@ -15,11 +15,16 @@ from longrope2.records import Measured
 
 NAME = "short"
 # What the paper reports, and with how many examples the field runs them; the others say so themselves.
-HEADS = {
+PAPER = {
     "mmlu": "MMLU", "mmlu_pro": "MMLU-Pro", "hellaswag": "HellaSwag", "truthfulqa_mc2": "TruthfulQA", "gsm8k": "GSM8K"
 }  # fmt: skip
+# Those in which small models are above chance, so that they have something to lose.
+SMALL = {"lambada_openai": "LAMBADA", "piqa": "PIQA", "arc_easy": "ARC-easy"}
 EXAMPLES = {"mmlu": 5, "hellaswag": 10}
-METRICS = {"hellaswag": "acc_norm", "mmlu_pro": "exact_match", "gsm8k": "exact_match"}
+METRICS = {
+    "hellaswag": "acc_norm", "mmlu_pro": "exact_match", "gsm8k": "exact_match", "lambada_openai": "acc",
+    "piqa": "acc_norm", "arc_easy": "acc_norm",
+}  # fmt: skip
 WINDOW = 4096
 
 
@@ -121,15 +126,16 @@ def _first_metric(document: dict[str, Any]) -> str:
 SUITE = Suite(
     name=NAME,
     title="Short tasks",
-    tasks=tuple(HEADS),
+    tasks=tuple(PAPER),
     run=run,
     any_task=True,
     is_retention=True,
     scores_texts=True,
-    heads=HEADS,
+    heads=PAPER | SMALL,
     note="any task of lm-evaluation-harness",
-    row="`mmlu`, `mmlu_pro`, `hellaswag`, `truthfulqa_mc2`, `gsm8k`, or any task of lm-evaluation-harness | its own "
-    "| up to 4,096 tokens | its files",
+    row="`mmlu`, `mmlu_pro`, `hellaswag`, `truthfulqa_mc2`, `gsm8k`; by name `lambada_openai`, `piqa`, `arc_easy` or "
+    "any task of lm-evaluation-harness | its own | up to 4,096 tokens | its files",
     files="`mmlu_test.jsonl` and `mmlu_dev.jsonl`, `hellaswag_val.jsonl` (and `hellaswag_train.jsonl`), "
-    "`TruthfulQA.csv`, `gsm8k_test.jsonl` and `gsm8k_train.jsonl`; `.gz` too",
+    "`TruthfulQA.csv`, `gsm8k_test.jsonl` and `gsm8k_train.jsonl`, `lambada_openai_test.jsonl`, `piqa_val.jsonl`, "
+    "`arc_easy_test.jsonl` or `arc_easy_val.jsonl`; `.gz` too",
 )
