@@ -76,6 +76,7 @@ class EvaluateOptions(TypedDict, total=False):
     tasks: Sequence[str]
     data: str | Path | None
     books: str | Path | None
+    judge: str | Path | None
     chat: bool
     seed: int
     beyond_window: bool

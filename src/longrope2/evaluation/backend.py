@@ -1,17 +1,24 @@
 """What runs the model: our own forwards, each row on its side of the switch, or vLLM, for speed."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from itertools import chain
+from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from longrope2 import models
 from longrope2.attention import our_attention
 from longrope2.errors import LongRopeError, require
 from longrope2.evaluation.decoding import RowsCache, one_token_each, rows_attention
+from longrope2.evaluation.results import digest
 from longrope2.evaluation.suite import Prompt, TextSpan, cut_at_stop
+from longrope2.factors import RescaleFactors
+from longrope2.generation.saved import carries_factors
 from longrope2.generation.strategies import Switch
+from longrope2.generation.switch import load as load_switching
 from longrope2.models import ModelInfo, cached_values, pretrained_source
 from longrope2.perplexity import LOGIT_ROWS, Score, head_logits, score_tokens, total
 from longrope2.serving.settings import settings_of
@@ -25,6 +32,7 @@ ONE_SIDE = (
     "vLLM used the long factors at every length, since its window exceeds the original one and its environment lacks "
     "the plugin of longrope2"
 )
+Piece = TypeVar("Piece")
 
 
 class TorchBackend:
@@ -59,6 +67,19 @@ class TorchBackend:
 
     def score(self, spans: Sequence[TextSpan]) -> list[Score]:
         """All in one forward: what pads a row on its right is never seen from the left."""
+        return list(map(total, self._pieces(spans, score_tokens)))
+
+    def losses(self, spans: Sequence[TextSpan]) -> list[list[float]]:
+        """The negative log-likelihood of each token by itself, in nats; all in one forward, too."""
+
+        def each(logits: Tensor, tokens: Tensor) -> list[float]:
+            found: list[float] = F.cross_entropy(logits.float(), tokens, reduction="none").tolist()
+            return found
+
+        return [list(chain(*pieces)) for pieces in self._pieces(spans, each)]
+
+    def _pieces(self, spans: Sequence[TextSpan], measure: Callable[[Tensor, Tensor], Piece]) -> list[list[Piece]]:
+        """What `measure` makes of logits and tokens, for each span piece by piece."""
         # The last token is only predicted, never run. So answers of one token to the same question share a row.
         inputs = [tuple(span.token_ids[:-1]) for span in spans]
         rows = {tokens: row for row, tokens in enumerate(dict.fromkeys(inputs))}
@@ -67,17 +88,18 @@ class TorchBackend:
         with torch.no_grad(), our_attention(self.model), self._out_of_memory("scoring", width):
             self._choose([len(tokens) for tokens in rows])
             hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-            return [self._score_span(hidden[rows[key]], span) for key, span in zip(inputs, spans, strict=True)]
+            return [
+                [measure(*piece) for piece in self._logits(hidden[rows[key]], span)]
+                for key, span in zip(inputs, spans, strict=True)
+            ]
 
-    def _score_span(self, hidden: Tensor, span: TextSpan) -> Score:
+    def _logits(self, hidden: Tensor, span: TextSpan) -> Iterator[tuple[Tensor, Tensor]]:
+        """Logits of some tokens of a span, and these tokens, until all had their turn."""
         tokens = torch.tensor(span.token_ids, device=hidden.device)
-        pieces = []
-        for begin in range(span.start, len(tokens), LOGIT_ROWS):
-            expected = tokens[begin : begin + LOGIT_ROWS]
+        places = torch.tensor(span.places, device=hidden.device)
+        for some in places.split(LOGIT_ROWS):
             # The state that predicts a token stands one position before it.
-            logits = head_logits(self.model, hidden[None, begin - 1 : begin - 1 + len(expected)])[0]
-            pieces.append(score_tokens(logits, expected))
-        return total(pieces)
+            yield head_logits(self.model, hidden[None, some - 1])[0], tokens[some]
 
     def _decode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         lengths = [len(prompt.token_ids) for prompt in prompts]
@@ -176,6 +198,27 @@ class TorchBackend:
                 f"out of memory while {doing} {longest:,} tokens ({self.model.dtype} on {self.model.device})",
                 hint="lower --batch-tokens, use shorter lengths, or a GPU with more memory",
             ) from error
+
+
+def torch_backend(
+    info: ModelInfo,
+    *,
+    window: int,
+    device: torch.device,
+    factors: RescaleFactors | None = None,
+    switch_length: int | None = None,
+) -> tuple[TorchBackend, dict[str, Any]]:
+    """A model with given factors or as its config says, and what of its settings the answers depend on."""
+    loaded = models.load(info, device=device)
+    model = loaded.model
+    facts: dict[str, Any] = {"dtype": str(model.dtype).removeprefix("torch.")}
+    if factors is not None or carries_factors(info):
+        model = load_switching(model, factors, switch_length=switch_length)
+        switch = model.longrope2
+        facts["switch_length"] = switch.switch_length
+        values = {key: value for key, value in switch.factors.to_json().items() if key != "provenance"}
+        facts["factors_digest"] = digest(values)
+    return TorchBackend(model, loaded.tokenizer, window=window), facts
 
 
 class VllmBackend:

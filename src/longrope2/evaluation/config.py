@@ -37,6 +37,9 @@ class EvaluationConfig:
     tasks: tuple[str, ...] = option((), "Only these tasks of the suites.", usual="all")
     data: str | None = option(None, "The benchmarks' own files: see docs/evaluation.md.", metavar="FOLDER")
     books: str | None = option(None, "Books for niah and perplexity.", usual="the package's books", metavar="SOURCE")
+    judge: str | None = option(
+        None, "longppl: the model that finds the key tokens.", usual="MODEL without factors", metavar="MODEL"
+    )
     chat: bool = option(False, "Put prompts into the tokenizer's chat template.")
     seed: int = option(42, "The same seed asks the same questions.", least=0, most=LARGEST_SEED)
     beyond_window: bool = option(False, "Allow lengths beyond the window.", recipe=False)

@@ -15,18 +15,17 @@ from longrope2 import __version__, models
 from longrope2.console import quiet, say
 from longrope2.distributed import World
 from longrope2.errors import LongRopeError, chosen
-from longrope2.evaluation.backend import ONE_SIDE, TorchBackend, VllmBackend
+from longrope2.evaluation.backend import ONE_SIDE, VllmBackend, torch_backend
 from longrope2.evaluation.compare import draw_figures
 from longrope2.evaluation.config import EvaluationConfig, lengths_for
 from longrope2.evaluation.engine import Backend, EvaluationEngine, EvaluationJournal
-from longrope2.evaluation.results import RESULTS, digest
+from longrope2.evaluation.results import RESULTS
 from longrope2.evaluation.suite import Setup, Suite, SuiteOutcome, chat_frame
 from longrope2.evaluation.suites import SUITES
 from longrope2.factors import RescaleFactors
 from longrope2.files import package_versions
 from longrope2.generation.saved import carries_factors, read_factors, with_origin
 from longrope2.generation.switch import check_switch_length
-from longrope2.generation.switch import load as load_switching
 from longrope2.records import EvaluationRecord
 from longrope2.runfolder import RunFolder
 
@@ -36,16 +35,16 @@ SAMPLES = "samples"
 _folder = partial(RunFolder, command="evaluate", verb="evaluating", marks=(RESULTS, JOURNAL, SAMPLES))
 
 
-def check_suites(config: EvaluationConfig, window: int, tokenizer: Any) -> None:
+def check_suites(config: EvaluationConfig, model: str, window: int, tokenizer: Any) -> None:
     """Refuse lengths, files and chat templates that the suites cannot run with."""
     if config.chat:
         chat_frame(tokenizer)
-    for suite, setup in _setups(config, tokenizer, window, note=quiet, cache=Path()):
+    for suite, setup in _setups(config, model, tokenizer, window, note=quiet, cache=Path()):
         suite.refuse(setup)
 
 
 def _setups(
-    config: EvaluationConfig, tokenizer: Any, window: int, *, note: Callable[[str], None], cache: Path
+    config: EvaluationConfig, model: str, tokenizer: Any, window: int, *, note: Callable[[str], None], cache: Path
 ) -> Iterator[tuple[Suite, Setup]]:
     """The suites to run, and what each one gets."""
     lengths = lengths_for(config, window)
@@ -65,18 +64,20 @@ def _setups(
                 chat=config.chat,
                 note=note,
                 cache=cache,
+                judge=config.judge or model,
             ),
         )
 
 
 def evaluate(
-    backend: Backend, config: EvaluationConfig, journal: EvaluationJournal, here: World, *, cache: Path
+    backend: Backend, config: EvaluationConfig, model: str, journal: EvaluationJournal, here: World, *, cache: Path
 ) -> dict[str, SuiteOutcome]:
     """Run the suites, or go on with them; answers are kept in the journal as they come."""
     engine = EvaluationEngine(
         backend, journal, here, batch_tokens=config.batch_tokens, beyond_window=config.beyond_window
     )
-    setups = _setups(config, backend.tokenizer, backend.window, note=say if here.is_main else quiet, cache=cache)
+    note = say if here.is_main else quiet
+    setups = _setups(config, model, backend.tokenizer, backend.window, note=note, cache=cache)
     return {suite.name: suite.measure(setup, engine) for suite, setup in setups}
 
 
@@ -117,7 +118,7 @@ def run_evaluation(
             **facts,
         }
         with closing(EvaluationJournal(output / JOURNAL if here.is_main else None, header)) as journal:
-            outcomes = evaluate(engine, config, journal, here, cache=cache or output / SAMPLES)
+            outcomes = evaluate(engine, config, model, journal, here, cache=cache or output / SAMPLES)
         if not here.is_main:
             found: EvaluationRecord = here.gather_all(None)[0]
             return found
@@ -180,7 +181,7 @@ def _check(
             raise LongRopeError(
                 f"--backend vllm cannot run {' and '.join(cannot)}", hint="leave --backend at its default"
             )
-    check_suites(config, window, models.load_tokenizer(info))
+    check_suites(config, info.name, window, models.load_tokenizer(info))
 
 
 def _backend(
@@ -200,16 +201,7 @@ def _backend(
             )
         served = VllmBackend(info, models.load_tokenizer(info), window=window)
         return served, {} if served.switch_length is None else {"switch_length": served.switch_length}
-    loaded = models.load(info, device=here.device())
-    model = loaded.model
-    facts: dict[str, Any] = {"dtype": str(model.dtype).removeprefix("torch.")}
-    if factors is not None or carries_factors(info):
-        model = load_switching(model, factors, switch_length=switch_length)
-        switch = model.longrope2
-        facts["switch_length"] = switch.switch_length
-        values = {key: value for key, value in switch.factors.to_json().items() if key != "provenance"}
-        facts["factors_digest"] = digest(values)
-    return TorchBackend(model, loaded.tokenizer, window=window), facts
+    return torch_backend(info, window=window, device=here.device(), factors=factors, switch_length=switch_length)
 
 
 def _described(info: models.ModelInfo, factors: RescaleFactors | None) -> dict[str, Any] | None:

@@ -78,10 +78,18 @@ class TextSpan:
 
     token_ids: Sequence[int]
     start: int
+    only: tuple[int, ...] | None = None
+    """The places of those that count, in order, where it is not all of them."""
+
+    @property
+    def places(self) -> Sequence[int]:
+        """Where the tokens to score stand."""
+        return range(self.start, len(self.token_ids)) if self.only is None else self.only
 
     def digest(self) -> str:
         """What the likelihood depends on."""
-        return digest("likelihood", list(self.token_ids), self.start)
+        places = self.start if self.only is None else list(self.only)
+        return digest("likelihood", list(self.token_ids), places)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +113,8 @@ class Setup:
     """Takes what people should know while it runs."""
     cache: Path
     """Where samples that take long to make are kept."""
+    judge: str | None = None
+    """The model that says which tokens count, for a suite that needs one."""
 
     @property
     def trial(self) -> "Setup":

@@ -85,7 +85,11 @@ def suite_tables(
         tasks = dict.fromkeys(score.task for scores in own.values() for score in scores)
         return [
             _by_length(
-                f"{title}, {task} windows{suffix}", own, task, caption, _other_texts(suite, task, own, differing)
+                f"{title}, {task} windows{suffix}" if len(suite.tasks) > 1 else title + suffix,
+                own,
+                task,
+                caption,
+                _other_texts(suite, task, own, differing),
             )
             for task in tasks
         ]

@@ -298,7 +298,7 @@ def _check_evaluate(setting: Setting) -> Iterator[str]:
     window, tokenizer = setting.recipe.target_length, load_tokenizer(setting.info)
 
     def check(table: Mapping[str, Any]) -> None:
-        check_suites(EvaluationConfig(**table), window, tokenizer)
+        check_suites(EvaluationConfig(**table), setting.info.name, window, tokenizer)
 
     for number, table in enumerate(setting.recipe.evaluate, 1):
         yield from (f"table {number}: {problem}" for problem in _complaints(check, table))
@@ -342,9 +342,11 @@ def _evaluated(setting: Setting, method: str, output: Path, table: Mapping[str, 
         factors = closed_form = made.long_everywhere()
     # The same for all, or the base would be measured within its own window only, and its perplexity on other texts.
     lengths = table.get("lengths") or lengths_for(EvaluationConfig(**table), recipe.target_length)
+    # One judge for all, too: the model that is extended.
+    options = {"judge": setting.info.name, **table, "lengths": lengths}
     result = run_evaluation(
         model,
-        EvaluationConfig(**{**table, "lengths": lengths}, beyond_window=method == ledger.BASE),
+        EvaluationConfig(**options, beyond_window=method == ledger.BASE),
         output,
         here,
         factors=factors,

@@ -33,7 +33,7 @@ def documents(setup: Setup) -> list[list[int]]:
         if len(found) == wanted:
             break
     if len(found) < wanted:
-        setup.note(f"perplexity: {len(found)} books of {length:,} tokens, {wanted} wanted")
+        setup.note(f"{len(found)} books of {length:,} tokens, {wanted} wanted")
     return found
 
 
