@@ -36,7 +36,7 @@ class EvaluationConfig:
     )
     tasks: tuple[str, ...] = option((), "Only these tasks of the suites.", usual="all")
     data: str | None = option(None, "The benchmarks' own files: see docs/evaluation.md.", metavar="FOLDER")
-    books: str | None = option(None, "Books for niah and perplexity.", usual="the package's books", metavar="SOURCE")
+    books: str | None = option(None, "Books for suites that need some.", usual="the package's books", metavar="SOURCE")
     judge: str | None = option(
         None, "longppl: the model that finds the key tokens.", usual="MODEL without factors", metavar="MODEL"
     )

@@ -3,12 +3,23 @@
 from collections.abc import Iterable
 
 from longrope2.evaluation.suite import Suite
-from longrope2.evaluation.suites import infinitebench, loft, longbench, longppl, niah, passkey, perplexity, ruler, short
+from longrope2.evaluation.suites import (
+    babilong,
+    infinitebench,
+    loft,
+    longbench,
+    longppl,
+    niah,
+    passkey,
+    perplexity,
+    ruler,
+    short,
+)
 from longrope2.records import Measured
 
 SUITES: dict[str, Suite] = {
     module.SUITE.name: module.SUITE
-    for module in (ruler, niah, passkey, perplexity, longppl, infinitebench, longbench, loft, short)
+    for module in (ruler, niah, passkey, babilong, perplexity, longppl, infinitebench, longbench, loft, short)
 }
 """In the order of tables."""
 

@@ -145,7 +145,7 @@ def check(setup: Setup) -> None:
     if load_tokenizer(info).convert_ids_to_tokens(ids) != setup.tokenizer.convert_ids_to_tokens(ids):
         raise DataError(
             f"{info.name} has other tokens than the model that is measured, so it cannot judge them",
-            hint="name a --judge of the same tokenizer: the model before it was extended, or a larger one of the family",
+            hint="name a --judge of the same tokenizer: the model before it was extended, or a larger one of its kind",
         )
 
 
