@@ -20,6 +20,7 @@ from longrope2.needles import (
     ATTEMPTS,
     NOUNS,
     PAPER_TEMPLATE,
+    Decoys,
     NeedleDocument,
     NeedleTemplate,
     check_length,
@@ -290,6 +291,33 @@ def test_needles_take_depths_in_turn_and_are_asked_for_in_any_order() -> None:
         assert sorted(needle.depth for needle in document.needles) == pytest.approx(sorted(wanted), abs=0.02)
     asked_first = [document.needles[0].start < document.needles[1].start for document in made]
     assert len(set(asked_first)) == 2
+
+
+@pytest.mark.parametrize("same_key", [False, True])
+def test_decoys_stand_anywhere_and_have_no_question(same_key):
+    fast, decoys = tokenizer("metaspace-bpe"), Decoys(count=3, same_key=same_key)
+    made = make_needles(fast, books(), length=2000, count=40, seed=5, depth=[0.0, 0.5], decoys=decoys)
+    depths = []
+    for document in made:
+        text, needle = fast.decode(document.token_ids), document.needle
+        assert len(document.token_ids) == 2000
+        assert text.count("What is the special magic number") == 1
+        assert text.count(needle.value) == 2
+        assert {key == needle.key for key, _ in document.decoys} == {same_key}
+        assert len({needle.value, *(value for _, value in document.decoys)}) == 4
+        depths += [text.index(f"numbers for {key} is: {value}.") / len(text) for key, value in document.decoys]
+    assert [len([depth for depth in depths if low <= depth < low + 0.25]) for low in (0, 0.25, 0.5, 0.75)] == [
+        pytest.approx(30, abs=14)
+    ] * 4
+    assert make_needles(fast, books(), length=2000, count=3, seed=5, depth=[0.0, 0.5], decoys=decoys) == made[:3]
+
+
+def test_templates_are_taken_in_turn():
+    other = NeedleTemplate(needle="{key} got {value}.", question="What did {key} get?", answer_prefix="{key} got")
+    options = {"length": 900, "count": 8, "seed": 1, "depth": [0.0, 1.0]}
+    made = make_needles(tokenizer("split-digits"), books(), template=[PAPER_TEMPLATE, other], **options)
+    texts = [tokenizer("split-digits").decode(document.token_ids) for document in made]
+    assert ["What did" in text for text in texts] == [False, False, True, True] * 2
 
 
 def test_ten_documents_are_ten_books_keys_and_values() -> None:

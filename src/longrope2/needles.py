@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
@@ -92,6 +93,18 @@ PAPER_TEMPLATE = NeedleTemplate()
 
 
 @dataclass(frozen=True, kw_only=True)
+class Decoys:
+    """Further sentences like the needle's, which make it harder to find the right one, or all."""
+
+    count: int = 0
+    same_key: bool = False
+    """Whether they have the needle's own key, so that it has several values."""
+
+
+NO_DECOYS = Decoys()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Needle:
     """What is hidden in a document, and where its answer stands."""
 
@@ -117,6 +130,8 @@ class NeedleDocument:
     """Title of the book."""
     book_start: int
     """Index of the first character used of the book."""
+    decoys: tuple[tuple[str, str], ...] = ()
+    """Keys and values of the sentences that have no question of their own."""
 
     @property
     def needle(self) -> Needle:
@@ -160,44 +175,52 @@ def make_needles(
     count: int,
     seed: int,
     depth: float | Sequence[float] | Literal["uniform"] = 0.0,
-    template: NeedleTemplate = PAPER_TEMPLATE,
+    template: NeedleTemplate | Sequence[NeedleTemplate] = PAPER_TEMPLATE,
     value_digits: int = 7,
     note: Callable[[str], None] | None = None,
     around: int = 0,
     from_start: bool = False,
     keys: int = 1,
+    decoys: Decoys = NO_DECOYS,
 ) -> list[NeedleDocument]:
     """Make `count` documents of exactly `length` tokens, each with its own place in a book, keys and values.
 
     Each hides `keys` needles and asks for all of them at its end, one after another in random order. Document k is the
     same however many are asked for. Several depths are taken in turn, needle by needle; "uniform" draws one for each.
+    Several templates are taken in turn, too, each for as many documents as there are depths. Decoys stand anywhere.
     With fewer long books than documents, books serve again from another start. With `from_start` a book is read from
     its beginning when it first serves, as in the paper; otherwise from anywhere. A message about the length counts the
     `around` tokens that the caller puts around a document.
     """
     depths = (depth,) if isinstance(depth, int | float) else depth
+    templates = (template,) if isinstance(template, NeedleTemplate) else template
     _check_arguments(count, seed, depths, value_digits, keys)
     note = note or (lambda message: None)
     codec = Codec(tokenizer)
     shelf = _Shelf(codec, books, length=length, seed=seed, note=note)
-    maker = _Maker(
-        codec=codec,
-        shelf=shelf,
-        template=template,
-        length=length,
-        value_digits=value_digits,
-        around=around,
-        from_start=from_start,
-    )
+    makers = [
+        _Maker(
+            codec=codec,
+            shelf=shelf,
+            template=each,
+            length=length,
+            value_digits=value_digits,
+            around=around,
+            from_start=from_start,
+            decoys=decoys,
+        )
+        for each in templates
+    ]
     documents: list[NeedleDocument] = []
     for index in range(count):
         # The middle number keeps these streams apart from the one that shuffles the books.
         rng = _generator(seed, 1, index)
         if isinstance(depths, str):
-            wanted = [float(rng.uniform()) for _ in range(keys)]
+            wanted, turn = [float(rng.uniform()) for _ in range(keys)], index
         else:
             wanted = [depths[(index * keys + number) % len(depths)] for number in range(keys)]
-        documents.append(maker.make(documents, wanted, rng))
+            turn = index * keys // len(depths)
+        documents.append(makers[turn % len(makers)].make(documents, wanted, rng))
     shelf.note_reuse(count, note)
     return documents
 
@@ -236,9 +259,17 @@ def documents_digest(documents: "Iterable[NeedleDocument | PlainDocument]") -> s
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-def check_length(tokenizer: "PreTrainedTokenizerBase", length: int, *, around: int = 0) -> None:
+def check_length(
+    tokenizer: "PreTrainedTokenizerBase",
+    length: int,
+    *,
+    around: int = 0,
+    templates: Sequence[NeedleTemplate] = (PAPER_TEMPLATE,),
+    decoys: Decoys = NO_DECOYS,
+) -> None:
     """Raise the error of `make_needles` about too small a length, as far as a sample shows; reads no book."""
-    largest = _largest_size(Codec(tokenizer), PAPER_TEMPLATE, value_digits=7, keys=1)
+    codec = Codec(tokenizer)
+    largest = max(_largest_size(codec, template, value_digits=7, keys=1, decoys=decoys) for template in templates)
     if length <= largest:
         raise _too_short(length, largest, around)
 
@@ -384,6 +415,7 @@ class _Maker:
     value_digits: int
     around: int
     from_start: bool
+    decoys: Decoys
 
     def make(
         self, earlier: Sequence[NeedleDocument], depths: Sequence[float], rng: "np.random.Generator"
@@ -395,9 +427,11 @@ class _Maker:
         for attempt in range(ATTEMPTS):
             hidden = self._draw(depths, {needle.key for needle in used}, {needle.value for needle in used}, rng)
             order = range(1) if len(hidden) == 1 else rng.permutation(len(hidden))
+            decoys = self._draw_decoys(hidden, rng)
             budget = self.length - len(head) - sum(sentences.size for sentences in hidden)
+            budget -= sum(len(decoy.needle) for decoy in decoys)
             if budget < 1:
-                largest = _largest_size(self.codec, self.template, self.value_digits, len(hidden))
+                largest = _largest_size(self.codec, self.template, self.value_digits, len(hidden), self.decoys)
                 raise _too_short(self.length, max(self.length - budget, largest), self.around)
             # What the book follows: the needle, the line of the instruction, or nothing.
             after, lead = ("a", " ") if 0.0 in depths else ("\n" if self.template.instruction else "", "")
@@ -407,8 +441,9 @@ class _Maker:
             if len(text) < budget or (book, start) in self.shelf.used:
                 reason = f"'{book.title}' has no room for another start"
                 continue
-            places = [self.codec.place(text, depth) for depth in depths]
-            ids, starts = _insert(head, text, places, [sentences.needle for sentences in hidden])
+            anywhere = [float(rng.uniform()) for _ in decoys]
+            places = [self.codec.place(text, depth) for depth in (*depths, *anywhere)]
+            ids, starts = _insert(head, text, places, [sentences.needle for sentences in (*hidden, *decoys)])
             needles = []
             for number in order:
                 asked = hidden[number]
@@ -424,15 +459,26 @@ class _Maker:
                 )
             assert len(ids) == self.length
             read = self.codec.text(ids)
-            spoilt = [s for s in hidden if read.count(s.value) != 2 or read.count(s.key) != s.key_count]
+            times: Counter[str] = Counter()
+            for sentences in hidden:
+                times += Counter({sentences.value: 2, sentences.key: sentences.key_count})
+            for decoy in decoys:
+                times += Counter({decoy.value: 1, decoy.key: self.template.needle.count("{key}")})
+            spoilt = [name for name, expected in times.items() if read.count(name) != expected]
             if spoilt:
-                reason = f"the key {spoilt[0].key} or the value {spoilt[0].value} already stands in '{book.title}'"
+                reason = f"the key or value {spoilt[0]} already stands in '{book.title}'"
                 continue
             if self.codec.bos is not None and ids.count(self.codec.bos) != len(self.codec.opening):
                 reason = f"'{book.title}' holds the beginning-of-sequence token"
                 continue
             self.shelf.used.add((book, start))
-            return NeedleDocument(token_ids=tuple(ids), needles=tuple(needles), book=book.title, book_start=start)
+            return NeedleDocument(
+                token_ids=tuple(ids),
+                needles=tuple(needles),
+                book=book.title,
+                book_start=start,
+                decoys=tuple((decoy.key, decoy.value) for decoy in decoys),
+            )
         raise DataError(
             f"document {len(earlier)}: none of {ATTEMPTS} draws can be used; the last one: {reason}",
             hint="give more or longer books, a smaller length, or more value_digits",
@@ -452,6 +498,19 @@ class _Maker:
             opens = depth == 0.0 and 0.0 not in depths[: len(hidden)]
             hidden.append(_sentences(self.codec, self.template, key, value, opens=opens))
         return hidden
+
+    def _draw_decoys(self, hidden: Sequence[_Sentences], rng: "np.random.Generator") -> list[_Sentences]:
+        """Sentences with values of their own, and with keys of their own unless they share the needle's."""
+        decoys: list[_Sentences] = []
+        for _ in range(self.decoys.count):
+            taken = {name for sentences in (*hidden, *decoys) for name in (sentences.key, sentences.value)}
+            key, value = key_value(rng, self.value_digits)
+            while key in taken or value in taken:
+                key, value = key_value(rng, self.value_digits)
+            if self.decoys.same_key:
+                key = hidden[0].key
+            decoys.append(_sentences(self.codec, self.template, key, value, opens=False))
+        return decoys
 
 
 def _insert(
@@ -496,7 +555,9 @@ def _sentences(codec: Codec, template: NeedleTemplate, key: str, value: str, *, 
     )
 
 
-def _largest_size(codec: Codec, template: NeedleTemplate, value_digits: int, keys: int) -> int:
+def _largest_size(
+    codec: Codec, template: NeedleTemplate, value_digits: int, keys: int, decoys: Decoys = NO_DECOYS
+) -> int:
     """The most tokens that all sentences take, over keys of the longest words and a sample of values."""
 
     def tokens(key: str) -> int:
@@ -506,8 +567,9 @@ def _largest_size(codec: Codec, template: NeedleTemplate, value_digits: int, key
     adjectives = sorted(ADJECTIVES, key=lambda word: tokens(f"{word}-{NOUNS[0]}"))[-8:]
     nouns = sorted(NOUNS, key=lambda word: tokens(f"{ADJECTIVES[0]}-{word}"))[-8:]
     draws = [(f"{adjective}-{noun}", key_value(rng, value_digits)[1]) for adjective in adjectives for noun in nouns]
-    sizes = (_sentences(codec, template, *draw, opens=opens).size for draw in draws for opens in (True, False))
-    return len(_head(codec, template)) + keys * max(sizes)
+    made = [_sentences(codec, template, *draw, opens=opens) for draw in draws for opens in (True, False)]
+    each, decoy = max(sentences.size for sentences in made), max(len(sentences.needle) for sentences in made)
+    return len(_head(codec, template)) + keys * each + decoys.count * decoy
 
 
 def _too_short(length: int, largest: int, around: int) -> DataError:

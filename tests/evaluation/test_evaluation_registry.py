@@ -64,7 +64,7 @@ def command(monkeypatch, capsys, *arguments) -> str:
 
 def test_in_help_and_in_messages():
     text = " ".join(CliRunner().invoke(cli, ["evaluate", "--help"]).output.split())
-    assert "Suites: ruler, niah (needle in a haystack), passkey, babilong (" in text
+    assert "Suites: ruler, niah (needle in a haystack), niah_wordings (" in text
     assert "and riddles (with answers)." in text
     assert EvaluationConfig(suites=("riddles",)).tasks_of("riddles") == ("easy", "hard")
     with pytest.raises(LongRopeError) as caught:

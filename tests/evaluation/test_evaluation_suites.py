@@ -3,10 +3,12 @@
 import json
 import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from longrope2.data import recall
 from longrope2.errors import DataError, LongRopeError, chosen
 from longrope2.evaluation.suite import (
     Published,
@@ -19,6 +21,7 @@ from longrope2.evaluation.suite import (
 )
 from longrope2.evaluation.suites import infinitebench, loft, longbench, niah, passkey, perplexity
 from longrope2.models import describe, load_tokenizer
+from longrope2.needles import PAPER_TEMPLATE, NeedleTemplate
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +64,7 @@ def fits(sample, tokenizer) -> int:
 
 
 def test_needles_fill_their_length_at_every_depth(tokenizer):
-    samples = niah.niah_samples(setup_of(tokenizer, samples=2), 256)
+    samples = niah.niah_samples(niah.PAPER, setup_of(tokenizer, samples=2), 256)
     assert len(samples) == 22
     assert [sample.details["depth"] for sample in samples[:11]] == [tenth / 10 for tenth in range(11)]
     for sample in samples:
@@ -75,7 +78,7 @@ def test_needles_fill_their_length_at_every_depth(tokenizer):
 
 
 def test_needles_in_a_chat(chat_tokenizer):
-    for sample in niah.niah_samples(setup_of(chat_tokenizer, samples=1, chat=True), 256):
+    for sample in niah.niah_samples(niah.PAPER, setup_of(chat_tokenizer, samples=1, chat=True), 256):
         assert fits(sample, chat_tokenizer) > 200
         assert sample.prompt.startswith("[user] A special magic number")  # the tokenizer adds the opening itself
         assert re.search(
@@ -90,7 +93,84 @@ def test_needles_in_a_chat(chat_tokenizer):
     [("1234567", 1), (" 1234567.\nThe", 1), ("no: 1234567!", 1), ("12345678", 1), ("1234576", 0), ("123", 0), ("", 0)],
 )
 def test_a_number_must_have_every_digit(answer, score):
-    assert niah.found_number(answer, ["1234567"]) == score
+    assert niah.found_numbers(answer, ["1234567"]) == score
+
+
+def sentences(kind, text: str) -> list[tuple[str, str]]:
+    """Keys and values of all needles, in the order of the text."""
+    found = []
+    for template in dict.fromkeys(template.needle for template in kind.templates):
+        pattern = re.escape(template).replace(r"\{key\}", r"([a-z]+-[a-z]+)").replace(r"\{value\}", r"(\d{7})")
+        key_first = template.index("{key}") < template.index("{value}")
+        for match in re.finditer(pattern, text):
+            found.append((match.start(), match.groups() if key_first else match.groups()[::-1]))
+    return [pair for _, pair in sorted(found)]
+
+
+@pytest.mark.parametrize("kind", [niah.WORDINGS, niah.MULTIKEY, niah.MULTIVALUE], ids=lambda kind: kind.name)
+def test_a_reader_of_the_sentences_answers(kind, tokenizer):
+    """A known truth, at every depth in every wording, within the length; what is asked for last decides."""
+    length, runs = 512, 4
+    samples = niah.niah_samples(kind, setup_of(tokenizer, samples=runs), length)
+    assert len(samples) == 11 * runs
+    asked, first_depths = set(), []
+    for index, sample in enumerate(samples):
+        assert fits(sample, tokenizer) <= length
+        template = kind.templates[index // 11 % len(kind.templates)]
+        text = tokenizer.decode(sample.prompt, skip_special_tokens=True)
+        key = sample.details["key"]
+        assert text.rstrip().endswith(f"\n{template.question} {template.answer_prefix}".replace("{key}", key))
+        hidden = sentences(kind, text)
+        assert len(hidden) == (1 if kind is niah.WORDINGS else 4)
+        values = [value for own, value in hidden if own == key]
+        assert sorted(values) == sorted(sample.references)
+        assert len(values) == (4 if kind is niah.MULTIVALUE else 1)
+        assert len({own for own, _ in hidden}) == (4 if kind is niah.MULTIKEY else 1)
+        assert sample.score(f" {', '.join(values)}.", sample.references) == 1
+        assert sample.score(f" {values[0]}", sample.references) == 1 / len(values)
+        assert sample.details["depth"] == index % 11 / 10
+        assert sample.details["placed_at"] == pytest.approx(sample.details["depth"], abs=0.12)
+        asked.add(template)
+        first_depths.append(hidden.index((key, sample.references[0])))
+    assert asked == set(kind.templates)
+    if len(hidden) == 4:  # at depth 0 the needle is the first of its kind, at depth 1 the last, and anywhere between
+        by_depth = [first_depths[depth::11] for depth in range(11)]
+        assert (set(by_depth[0]), set(by_depth[10])) == ({0}, {3})
+        assert {1, 2} <= set(first_depths)
+
+
+@pytest.mark.parametrize("kind", [niah.MULTIKEY, niah.MULTIVALUE], ids=lambda kind: kind.name)
+def test_several_needles_in_a_chat_and_without_room(kind, chat_tokenizer):
+    for sample in niah.niah_samples(kind, setup_of(chat_tokenizer, samples=4, chat=True), 400):
+        assert fits(sample, chat_tokenizer) > 330
+        assert sample.prompt.startswith(f"[user] {niah.INSTRUCTION}")
+        assert sample.details["key"] in sample.prompt.split("[assistant]")[1]
+    setup = setup_of(chat_tokenizer, lengths=(400, 100))
+    with pytest.raises(DataError, match="document of 100 tokens has no room") as caught:
+        niah.check(kind, setup)
+    least = int(caught.value.hint.split()[-1])
+    niah.check(kind, setup_of(chat_tokenizer, lengths=(400, least)))
+    assert len(niah.niah_samples(kind, setup_of(chat_tokenizer, samples=4), least)) == 44
+
+
+def test_the_wordings_are_those_of_no_training_and_no_search():
+    """Nothing but plain words is shared with training text, the needles of a search and those of the tiny base."""
+    tiny = json.loads((Path(__file__).parents[2] / "recipes" / "tiny" / "templates.json").read_text())
+
+    def grams(texts, size: int) -> set[tuple[str, ...]]:
+        words = [re.findall(r"\{\w+\}|[a-z']+", text.lower()) for text in texts]
+        return {tuple(each[place : place + size]) for each in words for place in range(len(each) - size + 1)}
+
+    def parts(template: NeedleTemplate) -> tuple[str, ...]:
+        return template.instruction, template.needle, template.question, template.answer_prefix
+
+    held_out = [text for template in (*niah.HELD_OUT, *niah.HELD_OUT_MANY) for text in parts(template)]
+    known = [*recall.INSTRUCTIONS, *(text for wording in recall.WORDINGS for text in wording), *parts(PAPER_TEMPLATE)]
+    assert len(niah.HELD_OUT) == len({template.needle for template in niah.HELD_OUT}) >= 4
+    plain = {(word,) for word in ("a", "to", "was", "which", "{key}", "{value}")}
+    assert grams(held_out, 1) & grams(known, 1) <= plain
+    known += [text for group in tiny.values() for template in group for text in template.values()]
+    assert grams(held_out, 2) & grams(known, 2) == set()
 
 
 # Pass keys
@@ -131,13 +211,16 @@ def test_no_room_for_a_prompt(tokenizer):
 
 def test_no_room_for_a_needle(tokenizer):
     with pytest.raises(DataError, match="document of 5 tokens has no room") as caught:
-        niah.check(setup_of(tokenizer, lengths=(256, 5)))
+        niah.check(niah.PAPER, setup_of(tokenizer, lengths=(256, 5)))
     least = int(caught.value.hint.split()[-1])
-    niah.check(setup_of(tokenizer, lengths=(256, least)))
-    for sample in niah.niah_samples(setup_of(tokenizer, samples=1), least):
+    niah.check(niah.PAPER, setup_of(tokenizer, lengths=(256, least)))
+    for sample in niah.niah_samples(niah.PAPER, setup_of(tokenizer, samples=1), least):
         fits(sample, tokenizer)
     setup = setup_of(tokenizer, lengths=(256, least - 1), samples=1)
-    for refuse in (niah.check, lambda setup: niah.niah_samples(setup, setup.lengths[-1])):
+    for refuse in (
+        partial(niah.check, niah.PAPER),
+        lambda setup: niah.niah_samples(niah.PAPER, setup, setup.lengths[-1]),
+    ):
         with pytest.raises(DataError, match=f"document of {least - 1} tokens has no room") as caught:
             refuse(setup)
         assert int(caught.value.hint.split()[-1]) == least

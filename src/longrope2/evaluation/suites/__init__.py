@@ -18,8 +18,19 @@ from longrope2.evaluation.suites import (
 from longrope2.records import Measured
 
 SUITES: dict[str, Suite] = {
-    module.SUITE.name: module.SUITE
-    for module in (ruler, niah, passkey, babilong, perplexity, longppl, infinitebench, longbench, loft, short)
+    suite.name: suite
+    for suite in (
+        ruler.SUITE,
+        *niah.SUITES,
+        passkey.SUITE,
+        babilong.SUITE,
+        perplexity.SUITE,
+        longppl.SUITE,
+        infinitebench.SUITE,
+        longbench.SUITE,
+        loft.SUITE,
+        short.SUITE,
+    )
 }
 """In the order of tables."""
 

@@ -1,7 +1,13 @@
-"""Needle in a haystack: a number hidden in a book, at every length and depth."""
+"""Needles in a haystack: numbers hidden in a book, at every length and depth; one of them, one among four, or all four.
+
+`niah` has the paper's wording, which the search looks for, too. The others have wordings that share nothing with it or
+with the questions of training: what they measure is finding, and not knowing a sentence.
+"""
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from longrope2 import needles
@@ -10,29 +16,99 @@ from longrope2.errors import DataError
 from longrope2.evaluation.engine import EvaluationEngine
 from longrope2.evaluation.results import cell
 from longrope2.evaluation.suite import Sample, Setup, Suite, SuiteOutcome, answered, by_task, chat_frame, encode
-from longrope2.needles import MOST_NEEDLES, PAPER_TEMPLATE, NeedleDocument, make_needles
+from longrope2.needles import (
+    MOST_NEEDLES,
+    NO_DECOYS,
+    PAPER_TEMPLATE,
+    Decoys,
+    NeedleDocument,
+    NeedleTemplate,
+    make_needles,
+)
 from longrope2.records import Grid, Measured
 
 DEPTHS = tuple(tenth / 10 for tenth in range(11))
 RUNS = 10
-# What a model may say before and after the number.
+# What a model may say before, between and after the numbers.
 SPARE_TOKENS = 16
-NAME = "niah"
+TOGETHER = 4
+"""Sentences of a kind in one document, as in RULER."""
+INSTRUCTION = "Study this passage closely, since details matter later."
+HELD_OUT = (
+    NeedleTemplate(
+        instruction=INSTRUCTION,
+        needle="When {key} sailed, its ledger listed {value} crates.",
+        question="How many crates did its ledger list when {key} sailed?",
+        answer_prefix="When {key} sailed, crates listed came to",
+    ),
+    NeedleTemplate(
+        instruction=INSTRUCTION,
+        needle="Visitors near {key} should phone {value} after dusk.",
+        question="Whom should visitors near {key} phone after dusk?",
+        answer_prefix="Visitors near {key} should phone",
+    ),
+    NeedleTemplate(
+        instruction=INSTRUCTION,
+        needle="A parcel labelled {value} left {key} by train.",
+        question="How was each parcel labelled which left {key} by train?",
+        answer_prefix="Any parcel which left {key} by train was labelled",
+    ),
+    NeedleTemplate(
+        instruction=INSTRUCTION,
+        needle="Astronomers catalogued {key} under entry {value}, to nobody's surprise.",
+        question="Under which entry did astronomers catalogue {key}?",
+        answer_prefix="Astronomers catalogued {key} under entry",
+    ),
+)
+HELD_OUT_MANY = tuple(
+    NeedleTemplate(instruction=INSTRUCTION, needle=template.needle, question=question, answer_prefix=prefix)
+    for template, (question, prefix) in zip(
+        HELD_OUT,
+        (
+            ("Which crate counts did its ledger list whenever {key} sailed?", "Whenever {key} sailed, crates came to"),
+            ("Whom could visitors near {key} phone after dusk?", "Visitors near {key} could phone either"),
+            ("How were parcels labelled which left {key} by train?", "Parcels which left {key} by train were labelled"),
+            ("Under which entries did astronomers catalogue {key}?", "Astronomers catalogued {key} under entries"),
+        ),
+        strict=True,
+    )
+)
+"""The same for several numbers, of which a question asks for all."""
 
 
-def found_number(prediction: str, references: Sequence[str]) -> float:
-    """1 if the number stands in the answer: RULER's rule, which asks for retrieval and not for stopping in time."""
-    return float(all(value in prediction for value in references))
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """What a suite hides and asks for."""
+
+    name: str
+    title: str
+    note: str
+    row: str
+    """Of the table in the docs: what is hidden, how it is scored."""
+    templates: tuple[NeedleTemplate, ...] = HELD_OUT
+    decoys: Decoys = NO_DECOYS
+    metric: str = "number found"
+    summary: str = ""
+
+    @property
+    def values(self) -> int:
+        """How many numbers a question asks for."""
+        return 1 + self.decoys.count * self.decoys.same_key
 
 
-def niah_samples(setup: Setup, length: int) -> list[Sample]:
+def found_numbers(prediction: str, references: Sequence[str]) -> float:
+    """The share of numbers that stand in the answer: RULER's rule, which does not ask for stopping in time."""
+    return sum(value in prediction for value in references) / len(references)
+
+
+def niah_samples(kind: Kind, setup: Setup, length: int) -> list[Sample]:
     """Samples of one length: every depth in turn, `samples` times."""
-    documents = _documents(setup, length, (setup.samples or RUNS) * len(DEPTHS))
-    return [_sample(setup, length, index, document) for index, document in enumerate(documents)]
+    documents = _documents(kind, setup, length, (setup.samples or RUNS) * len(DEPTHS))
+    return [_sample(kind, setup, length, index, document) for index, document in enumerate(documents)]
 
 
-def _documents(setup: Setup, length: int, count: int) -> list[NeedleDocument]:
-    around = _around(setup.tokenizer, setup.chat)
+def _documents(kind: Kind, setup: Setup, length: int, count: int) -> list[NeedleDocument]:
+    around = _around(kind, setup.tokenizer, setup.chat)
     return make_needles(
         setup.tokenizer,
         read_books(setup.books, held_out=True if setup.books is None else None),
@@ -40,60 +116,72 @@ def _documents(setup: Setup, length: int, count: int) -> list[NeedleDocument]:
         count=count,
         seed=setup.seed,
         depth=DEPTHS,
+        template=kind.templates,
+        decoys=kind.decoys,
         note=setup.note,
         around=around,
     )
 
 
-def _sample(setup: Setup, length: int, index: int, document: NeedleDocument) -> Sample:
+def _sample(kind: Kind, setup: Setup, length: int, index: int, document: NeedleDocument) -> Sample:
     needle = document.needle
+    others = tuple(value for key, value in document.decoys if key == needle.key)
+    template = kind.templates[index // len(DEPTHS) % len(kind.templates)]
     return Sample(
-        suite=NAME,
-        task=NAME,
+        suite=kind.name,
+        task=kind.name,
         length=length,
         index=index,
-        prompt=_chat(setup, document) if setup.chat else document.prompt_ids,
-        references=(needle.value,),
-        max_new_tokens=document.answer_tokens + SPARE_TOKENS,
-        score=found_number,
+        prompt=_chat(setup, document, template) if setup.chat else document.prompt_ids,
+        references=(needle.value, *others),
+        max_new_tokens=document.answer_tokens + _spare_tokens(kind, setup.tokenizer),
+        score=found_numbers,
         stop=("\n",),
         details={"depth": DEPTHS[index % len(DEPTHS)], "placed_at": round(needle.depth, 4), "key": needle.key},
     )
 
 
-def _chat(setup: Setup, document: NeedleDocument) -> str:
+def _chat(setup: Setup, document: NeedleDocument, template: NeedleTemplate) -> str:
     """The document as the user's turn; the assistant has begun with the answer prefix."""
     text = setup.tokenizer.decode(document.prompt_ids, skip_special_tokens=True)
-    prefix = PAPER_TEMPLATE.answer_prefix.replace("{key}", document.needle.key)
+    prefix = template.answer_prefix.replace("{key}", document.needle.key)
     place = text.rfind(prefix)
     if place < 0:
         raise DataError("the tokenizer does not reproduce the question of a needle document", hint="omit --chat")
     return chat_frame(setup.tokenizer)(text[:place].rstrip()) + prefix
 
 
-def _around(tokenizer: Any, chat: bool) -> int:
+def _spare_tokens(kind: Kind, tokenizer: Any) -> int:
+    """Of an answer, beside its first number."""
+    return SPARE_TOKENS + (kind.values - 1) * len(encode(tokenizer, " and 1234567,"))
+
+
+def _around(kind: Kind, tokenizer: Any, chat: bool) -> int:
     """What a sample may have beside its document."""
+    spare = _spare_tokens(kind, tokenizer)
     if not chat:
-        return SPARE_TOKENS
+        return spare
     # Decoding and encoding again may also differ by a token here and there.
-    return 2 * SPARE_TOKENS + len(encode(tokenizer, chat_frame(tokenizer)("")))
+    return spare + SPARE_TOKENS + len(encode(tokenizer, chat_frame(tokenizer)("")))
 
 
-def check(setup: Setup) -> None:
-    """Refuse a length that has no room for a needle, the question and an answer, and one that no book has."""
-    around = _around(setup.tokenizer, setup.chat)
-    needles.check_length(setup.tokenizer, setup.lengths[-1] - around, around=around)
-    _documents(setup, setup.lengths[0], count=1)
+def check(kind: Kind, setup: Setup) -> None:
+    """Refuse a length that has no room for its sentences and an answer, and one that no book has."""
+    around = _around(kind, setup.tokenizer, setup.chat)
+    needles.check_length(
+        setup.tokenizer, setup.lengths[-1] - around, around=around, templates=kind.templates, decoys=kind.decoys
+    )
+    _documents(kind, setup, setup.lengths[0], count=1)
 
 
-def run(setup: Setup, engine: EvaluationEngine) -> SuiteOutcome:
+def run(kind: Kind, setup: Setup, engine: EvaluationEngine) -> SuiteOutcome:
     """All lengths; the grid has a cell for each length and depth."""
     measured: list[Measured] = []
     scores_by_length = {}
     for length in setup.lengths:
-        samples = niah_samples(setup, length)
-        scores = answered(samples, engine, f"niah {length:,}")
-        measured += by_task(samples, scores, {NAME: "number found"})
+        samples = niah_samples(kind, setup, length)
+        scores = answered(samples, engine, f"{kind.name} {length:,}")
+        measured += by_task(samples, scores, {kind.name: kind.metric})
         by_depth: dict[float, list[float]] = defaultdict(list)
         for sample, score in zip(samples, scores, strict=True):
             by_depth[sample.details["depth"]].append(score)
@@ -108,19 +196,52 @@ def _grid(scores: dict[int, dict[float, list[float]]]) -> Grid:
     return Grid(lengths=lengths, depths=DEPTHS, cells=cells)
 
 
-SUITE = Suite(
-    name=NAME,
+def _suite(kind: Kind) -> Suite:
+    return Suite(
+        name=kind.name,
+        title=kind.title,
+        tasks=(kind.name,),
+        run=partial(run, kind),
+        check=partial(check, kind),
+        most_samples=MOST_NEEDLES // len(DEPTHS),
+        samples=RUNS,
+        cells=len(DEPTHS),
+        every_length=True,
+        has_grid=True,
+        summary=kind.summary,
+        note=kind.note,
+        row=f"{kind.row} | all | 10 a depth",
+    )
+
+
+PAPER = Kind(
+    name="niah",
     title="Needle in a Haystack",
-    tasks=(NAME,),
-    run=run,
-    check=check,
-    most_samples=MOST_NEEDLES // len(DEPTHS),
-    samples=RUNS,
-    cells=len(DEPTHS),
-    every_length=True,
-    has_grid=True,
-    summary="needles",
     note="needle in a haystack",
-    row="a number in a book at depths 0, 0.1, … 1 | the whole number occurs in the answer (RULER's rule) | all | 10 "
-    "a depth",
+    row="a number in a book at depths 0, 0.1, … 1 | the whole number occurs in the answer (RULER's rule)",
+    templates=(PAPER_TEMPLATE,),
+    summary="needles",
 )
+WORDINGS = Kind(
+    name="niah_wordings",
+    title="Needles in other wordings",
+    note="in wordings of no training",
+    row="the same in four wordings that neither search nor training has | the same",
+)
+MULTIKEY = Kind(
+    name="niah_multikey",
+    title="Needles with four keys",
+    note="one of four",
+    row="four such sentences with keys of their own, one asked for | the same",
+    decoys=Decoys(count=TOGETHER - 1),
+)
+MULTIVALUE = Kind(
+    name="niah_multivalue",
+    title="Needles with four values",
+    note="all of four",
+    row="four such sentences with one key, all asked for | share of numbers in the answer",
+    templates=HELD_OUT_MANY,
+    decoys=Decoys(count=TOGETHER - 1, same_key=True),
+    metric="numbers found",
+)
+SUITES = tuple(_suite(kind) for kind in (PAPER, WORDINGS, MULTIKEY, MULTIVALUE))
