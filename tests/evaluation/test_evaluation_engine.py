@@ -24,7 +24,7 @@ from longrope2.perplexity import Score
 
 ALONE = World(process=0, num_processes=1, local_process=0)
 # Small batches, so that there are many to be interrupted between.
-OPTIONS = ["evaluate", "tiny", "--suite", "niah,perplexity", "--lengths", "256", "--samples", "1"]
+OPTIONS = ["evaluate", "tiny", "--suite", "niah,perplexity,longppl", "--lengths", "256", "--samples", "1"]
 OPTIONS += ["--tasks", "full", "--batch-tokens", "512"]
 
 

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from longrope2 import ledger
 from longrope2.data.config import Mix, PlanConfig, RecallConfig, Source, chained_buckets, parse_tokens
 from longrope2.errors import LongRopeError
 from longrope2.evaluation.config import EvaluationConfig
 from longrope2.models import describe
+from longrope2.pipeline import stages
 from longrope2.pipeline.recipe import conforms, default_evaluations, presets, read_recipe
 from longrope2.pipeline.stages import Setting, make_steps
 from longrope2.training.config import train_config
@@ -325,3 +327,15 @@ def test_unreadable_recipes(tmp_path, monkeypatch):
 )  # fmt: skip
 def test_values_conform_to_the_types_of_fields(value, hint, expected):
     assert conforms(value, hint) is expected
+
+
+def test_one_judge_for_every_row(tmp_path, monkeypatch):
+    """The model that is extended judges, also what was made of it by training; a recipe may name another judge."""
+    asked = []
+    monkeypatch.setattr(stages, "run_evaluation", lambda model, config, *_, **__: asked.append((model, config.judge)))
+    setting = Setting(folder=tmp_path, recipe=read_recipe("tiny-laptop"), info=describe("tiny"), cache=None)
+    table = {"suites": ("longppl",), "lengths": (256,)}
+    for method in (ledger.BASE, ledger.AFTER_TRAINING):
+        stages._evaluated(setting, method, tmp_path / method, table, None)
+    stages._evaluated(setting, ledger.BASE, tmp_path / "other", {**table, "judge": "another"}, None)
+    assert asked == [("tiny", "tiny"), (str(tmp_path / ledger.TRAINED), "tiny"), ("tiny", "another")]
