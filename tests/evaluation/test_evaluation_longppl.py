@@ -13,6 +13,7 @@ import longrope2
 from longrope2.books import read_books
 from longrope2.console import quiet
 from longrope2.errors import LongRopeError
+from longrope2.evaluation import backend
 from longrope2.evaluation.backend import TorchBackend
 from longrope2.evaluation.config import EvaluationConfig
 from longrope2.evaluation.evaluate import _setups
@@ -147,6 +148,23 @@ def test_only_some_tokens_are_scored(tiny):
     assert some.nll == pytest.approx(each[4] + each[8] + each[99], rel=1e-5)
     spans = TextSpan(token_ids=tokens, start=5), TextSpan(token_ids=tokens, start=5, only=(5, 9))
     assert spans[0].digest() != spans[1].digest()
+
+
+def test_logits_are_computed_in_pieces(tiny, monkeypatch):
+    """Full logits of a long text would need most of the memory."""
+    judge = TorchBackend(tiny.model, tiny.tokenizer, window=256)
+    (tokens,) = books(tiny, 1)
+    spans = [TextSpan(token_ids=tokens, start=1), TextSpan(token_ids=tokens, start=3, only=tuple(range(3, 100, 2)))]
+    whole, rows = judge.losses(spans), []
+    head = backend.head_logits
+    monkeypatch.setattr(backend, "LOGIT_ROWS", 16)
+    monkeypatch.setattr(
+        backend, "head_logits", lambda model, hidden: rows.append(hidden.shape[1]) or head(model, hidden)
+    )
+    for found, expected in zip(judge.losses(spans), whole, strict=True):
+        assert found == pytest.approx(expected, rel=1e-4, abs=1e-4)
+    assert max(rows) == 16
+    assert sum(rows) == LENGTH - 1 + 49
 
 
 def test_a_judge_works_once_for_all_models(tiny, factors, tmp_path, monkeypatch):
