@@ -3,6 +3,7 @@
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -13,7 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from longrope2 import methods
 from longrope2.errors import FactorsError
 from longrope2.methods import METHODS, rescale
-from longrope2.rope import RopeSpec
+from longrope2.rope import STANDSTILL, RopeSpec
 
 LLAMA3 = RopeSpec(rotary_dim=128, theta=5e5, original_length=8192)
 PHI3 = RopeSpec(rotary_dim=96, theta=1e4, original_length=2048)
@@ -96,6 +97,92 @@ class TestAgainstTransformers:
             assert_same(factors, *expected)
 
 
+class TestAgainstTheirAuthors:
+    """Transcribed in float64 from mattian7/mrRoPE (yarn_radix, yarn_radix3) and hrlics/CoPE (modeling_cope.py)."""
+
+    @staticmethod
+    def mixed_radix(spec, s, *, progressive):
+        dim, window = spec.rotary_dim, spec.original_length
+
+        def correction(rotations):
+            return dim * math.log(window / (rotations * 2 * math.pi)) / (2 * math.log(spec.theta))
+
+        low, high = max(math.floor(correction(32)), 0), min(math.ceil(correction(1)), dim - 1)
+        inv_freq = 1.0 / spec.theta ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+        for i in range(dim // 2):
+            if i > high - 1:
+                inv_freq[i] /= s
+            elif i > low and progressive:
+                inv_freq[i] /= (s ** (1.0 / ((high - low) * (high - low + 1)))) ** ((i + 1 - low) * (i - low))
+            elif i > low:
+                inv_freq[i] /= (s ** (1.0 / (high - low))) ** (i - low)
+        return inv_freq, 0.1 * math.log(s) + 1.0
+
+    @pytest.mark.parametrize("spec", MODELS)
+    @pytest.mark.parametrize("s", [2, 4.5, 16])
+    def test_mrrope(self, spec, s):
+        target = int(spec.original_length * s)
+        assert_same(rescale("mrrope-uni", spec, target), *self.mixed_radix(spec, s, progressive=False))
+        assert_same(rescale("mrrope-pro", spec, target), *self.mixed_radix(spec, s, progressive=True))
+
+    @staticmethod
+    def clipped(theta, dim, clip_low_n, *, soft):
+        inv_freq = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+        start = inv_freq.numel() - min(clip_low_n, inv_freq.numel())
+        taper = 0.5 * (1.0 + torch.cos(torch.linspace(0.0, torch.pi, steps=clip_low_n, dtype=torch.float64)))
+        inv_freq[start:] *= taper if soft else 0.0
+        return inv_freq
+
+    @pytest.mark.parametrize("soft", [True, False])
+    @pytest.mark.parametrize("base", [None, 1e7])
+    @pytest.mark.parametrize("clipped", [None, 29, 34, 1])
+    def test_clipping(self, soft, base, clipped):
+        """LLaMA-3-8B to 64k: 20 of 64 frequencies, and the paper's ablations; they train with a base of 1e7."""
+        onset = None if clipped is None else 64 - clipped
+        factors = rescale("cope" if soft else "hardclip", LLAMA3, 65536, onset=onset, base=base)
+        expected = self.clipped(base or LLAMA3.theta, 128, clipped or 20, soft=soft)
+        ours = torch.tensor(factors.inv_freq(long=True), dtype=torch.float64)
+        rotating = expected > 0
+        torch.testing.assert_close(ours[rotating], expected[rotating], rtol=1e-12, atol=0)
+        assert all(value == STANDSTILL for value in torch.tensor(factors.long)[~rotating])
+        assert factors.long_attention_factor == 1.0
+
+    @pytest.mark.parametrize(("spec", "onset"), [(LLAMA3, 44), (PHI3, 36), (SMOLLM2, 24), (TINY, 19)])
+    def test_the_default_onset_is_the_published_share_of_dimensions_without_a_period(self, spec, onset):
+        target = 4 * spec.original_length
+        assert next(i for i, value in enumerate(rescale("hardclip", spec, target).long) if value > 1) == onset
+        assert rescale("cope", spec, target) == rescale("cope", spec, target, onset=onset)
+
+    def test_a_model_that_knows_every_angle_is_not_clipped(self):
+        trained = RopeSpec(rotary_dim=32, theta=1e4, original_length=131_072)
+        assert {*rescale("cope", trained, 262_144).long, *rescale("hardclip", trained, 262_144).long} == {1.0}
+
+    def test_drope_rotates_nothing(self):
+        assert rescale("drope", TINY, 1024).long == (STANDSTILL,) * 32
+
+    def test_mixed_radix_where_the_borders_meet(self):
+        """A step, as YaRN's; the authors' code divides by zero."""
+        spec = RopeSpec(rotary_dim=8, theta=1e4, original_length=6)
+        assert {rescale(name, spec, 12).long for name in ("mrrope-uni", "mrrope-pro", "yarn")} == {(1.0, 2.0, 2.0, 2.0)}
+
+
+@pytest.mark.parametrize("theta", [1e4, 5e5, 1e9])
+def test_every_engine_can_divide_by_a_standstill_in_float32(theta):
+    """As each does it: transformers and vLLM, mlx-lm, llama.cpp; nothing overflows, and float32 sees no rotation."""
+    dim, positions = 128, np.arange(0, 2**24, 99_991, dtype=np.float32)[:, None]
+    powers = np.float32(theta) ** (np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim))
+    factor = np.full(dim // 2, STANDSTILL, dtype=np.float32)
+    for angles in (
+        positions * (np.float32(1) / (factor * powers)),
+        positions / (factor * powers),
+        positions / powers / factor,
+    ):
+        assert angles.dtype == np.float32
+        assert np.isfinite(angles).all()
+        assert (np.cos(angles) == 1).all()
+        assert np.abs(np.sin(angles)).max() < 2.0**-39
+
+
 def test_published_llama3_factors_are_rebuilt_from_their_right_side(published):
     vector = published["llama3_8b_longrope2_long"]
     factors = rescale("longrope2", LLAMA3, 131072, critical_dimension=33, right_factors=vector[33:])
@@ -132,11 +219,17 @@ def test_what_every_method_promises(spec, ratio):
     for name in METHODS:
         factors = rescale(name, spec, target)
         assert factors.oddities() == [], name  # monotone and nowhere below 1
-        if name not in ("pi", "ntk-by-parts"):
+        if name not in ("pi", "ntk-by-parts", "drope"):
             assert factors.long[0] == pytest.approx(1), name
         assert factors.short == (1.0,) * spec.num_dims
         assert factors.short_attention_factor == 1.0
-        if name not in ("none", "ntk-aware", "dynamic-ntk"):  # these do not promise the theory's bound
+        if name not in (
+            "none",
+            "ntk-aware",
+            "dynamic-ntk",
+            "cope",
+            "hardclip",
+        ):  # these do not promise the theory's bound
             tail = factors.long[spec.critical_dimension :]
             assert all(value >= s * (1 - 1e-9) for value in tail), name
 
@@ -183,6 +276,10 @@ def test_one_right_factor_stands_for_all():
             lambda: rescale("longrope2", TINY, 512, critical_dimension=30, right_factors=[2, -2]),
             "right-hand factors must be finite numbers above 0, got 2, -2",
         ),
+        (lambda: rescale("cope", LLAMA3, 131072, onset=64), "onset 64 is outside 1…63"),
+        (lambda: rescale("hardclip", LLAMA3, 131072, onset=0), "onset 0 is outside 1…63"),
+        (lambda: rescale("cope", LLAMA3, 131072, base=1e4), "a base of 10000 is not above the model's own"),
+        (lambda: rescale("mrrope-pro", RopeSpec(rotary_dim=64, theta=1e4, original_length=1), 64), "before it begins"),
         (lambda: rescale("longrope2", TINY, 512, attention_factor=0.0), "the attention factor must be"),
         (lambda: rescale("ntk", RopeSpec(rotary_dim=8, theta=1e4, original_length=6), 64), "above 2π"),
         (lambda: rescale("ntk-aware", RopeSpec(rotary_dim=2, theta=1e4, original_length=64), 128), "above 2"),

@@ -64,7 +64,7 @@ add("longrope2.methods", row=('''    "dummy": Method(
         rescaling=position_interpolation, formula="as pi", temperature="1", well_known=True
     ),
 ''', '    "longrope2": Method('))
-assert "ntk-rcd, yarn-rcd, dummy, longrope2" in " ".join(run("factors", "--help").split())
+assert "hardclip, drope, dummy, longrope2" in " ".join(run("factors", "--help").split())
 run("factors", "tiny", "--target-length", "512", "--method", "dummy", "-o", folder / "f.json")
 assert '"method": "dummy"' in (folder / "f.json").read_text()
 assert " dummy " in run("inspect", "tiny").replace(chr(10), " ")

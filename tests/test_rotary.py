@@ -9,9 +9,11 @@ from conftest import FAMILY_OPTIONS, ORIGINAL_LENGTH, TARGET_LENGTH, family_mode
 from longrope2.errors import RotaryError
 from longrope2.factors import RescaleFactors
 from longrope2.families import read_config
-from longrope2.rotary import RescaledRotary, rescaled
+from longrope2.rope import STANDSTILL
+from longrope2.rotary import RescaledRotary, _rotary_place, rescaled
 
 FAMILIES = sorted(FAMILY_OPTIONS)
+OWN_SLIDING_ROPE = ("gemma3_text",)
 ATTENTION = {"short_attention_factor": 1.2, "long_attention_factor": 1.2}
 
 
@@ -57,6 +59,10 @@ def tokens_of(length: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(3, 97, (1, length), generator=generator)
 
 
+def layer_type(family: str) -> dict[str, str]:
+    return {"layer_type": "full_attention"} if family in OWN_SLIDING_ROPE else {}
+
+
 def assert_close(ours, theirs, tolerance=2e-4):
     error = (ours - theirs).abs().max() / theirs.abs().max()
     assert error < tolerance, f"relative error {error:.2e}"
@@ -64,6 +70,41 @@ def assert_close(ours, theirs, tolerance=2e-4):
 
 @pytest.mark.parametrize("family", FAMILIES)
 class TestEveryFamily:
+    def test_a_standstill_is_bit_for_bit_no_rotation(self, family):
+        """Here and in plain transformers, up to position 16 million."""
+        model, tokens = family_model(family), tokens_of(ORIGINAL_LENGTH + 8)
+        still = (STANDSTILL,) * len(make_factors(model).long)
+        factors = make_factors(model, long=still, short=still)
+        near = torch.arange(tokens.shape[1])[None]
+        far = torch.linspace(0, 2**24, tokens.shape[1]).long()[None]
+        mask = torch.ones_like(tokens)
+        with rescaled(model, factors) as rotary:
+            ours = [logits(model, tokens, position_ids=at, attention_mask=mask) for at in (near, far)]
+            rotary._angle_scale = 0.0
+            unrotated = [logits(model, tokens, position_ids=at, attention_mask=mask) for at in (near, far)]
+        assert torch.equal(ours[0], unrotated[0])
+        assert torch.equal(ours[1], unrotated[1])
+        assert torch.equal(logits(through_transformers(family, factors), tokens), unrotated[0])
+        if family not in OWN_SLIDING_ROPE:
+            assert torch.equal(unrotated[0], unrotated[1])
+
+    def test_a_model_that_does_not_rotate_takes_no_factors_that_do(self, family):
+        """It would have to be guessed how its dimensions are laid out."""
+        still = (STANDSTILL,) * len(make_factors(family_model(family)).long)
+        factors = make_factors(family_model(family), long=still, short=still)
+        model = through_transformers(family, factors)
+        with rescaled(model, factors):
+            pass
+        if _rotary_place(model)[2](torch.zeros(1, 1, 1), torch.zeros(1, 1), **layer_type(family))[0].shape[-1] == len(
+            still
+        ):
+            return  # there is only one layout of that size
+        with (
+            pytest.raises(RotaryError, match="nothing tells how its dimensions are laid out"),
+            rescaled(model, make_factors(model)),
+        ):
+            pass
+
     def test_short_and_long_rows_equal_transformers(self, family):
         model = family_model(family)
         factors = make_factors(model, **ATTENTION)

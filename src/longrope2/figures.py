@@ -35,6 +35,7 @@ ORANGE, SKY, GREEN, PINK, RED, BLUE, WINE, OLIVE, TEAL = SERIES
 COLOURS = {
     "original": QUIET, "none": INK, "pi": ORANGE, "ntk": SKY, "ntk-rcd": SKY, "yarn": GREEN, "yarn-rcd": GREEN,
     "llama3": PINK, "ntk-aware": WINE, "dynamic-ntk": OLIVE, "ntk-by-parts": TEAL, "longrope": RED,
+    "mrrope-uni": TEAL, "mrrope-pro": TEAL, "cope": WINE, "hardclip": OLIVE, "drope": OLIVE,
     "longrope2": BLUE, "longrope2, trained": BLUE, "longrope2, factors only": PINK,
     "short rows": QUIET, "long rows": BLUE,
 }  # fmt: skip
@@ -75,6 +76,8 @@ WIDTH = 5.0
 MOST_POINTS = 400
 """Of a line; a page of many steps stays small."""
 MOST_DOTS = 70
+HIGHEST = 8
+"""Factors above this many s leave a figure at its top."""
 INSPECTED = ("pi", "ntk", "yarn", "llama3", "ntk-rcd", "yarn-rcd")
 
 
@@ -304,8 +307,9 @@ def _draw_factors(
         turned = {"rotation": 90, "rotation_mode": "anchor", "ha": "right", "va": "bottom"}
         axis.annotate(f"{name} = {place}", **spot, textcoords="offset points", fontsize=8, color=QUIET, **turned)
     low = 0.95 * min(1.0, *(min(values) for values in series.values()))
-    # NTK's factors grow far beyond s, where none of the others go.
-    high = 1.1 * max([ratio] + [max(values) for name, values in series.items() if "ntk" not in name.lower()])
+    # NTK's factors grow far beyond s, where none of the others go but those of dimensions that hardly rotate.
+    usual = [value for name, values in series.items() if "ntk" not in name.lower() for value in values]
+    high = 1.1 * max(ratio, *(value for value in usual if value < HIGHEST * ratio))
     axis.set_ylim(low, low * (high / low) ** 1.5)  # the upper third has the names of the upright lines
     drawing.log_scale(axis, base=2)
     axis.set_xlabel("RoPE dimension i")

@@ -9,6 +9,7 @@ from longrope2.factors import RescaleFactors
 from longrope2.methods import METHODS, rescale
 from longrope2.models import ModelInfo
 from longrope2.records import Table
+from longrope2.rope import STANDSTILL
 
 DEFAULT_RATIO = 16
 """The target that `inspect` assumes when none is named, in original windows (8k → 128k)."""
@@ -57,7 +58,7 @@ class Inspection:
                 f"{period:,.1f}",
                 f"{self.coverage[i]:,.2f}",
                 "-" if unseen is None else f"{unseen:,}",
-                *(f"{self.methods[name][i]:.3f}" for name in names),
+                *("∞" if self.methods[name][i] >= STANDSTILL else f"{self.methods[name][i]:.3f}" for name in names),
             ]
             for i, (period, unseen) in enumerate(zip(self.periods, self.first_unseen_position, strict=True))
         ]
@@ -85,7 +86,7 @@ class Inspection:
         caption = (
             "turns: how many periods a dimension completes within the trained window; "
             "unseen: first position whose angle training never reached; then λ by method "
-            f"(-rcd at dimension {self.default_real_critical_dimension})"
+            f"(-rcd at dimension {self.default_real_critical_dimension}; ∞: does not rotate)"
         )
         return caption + (f"; {hidden} more methods with --json" if hidden else "")
 

@@ -13,6 +13,8 @@ class RescaleOptions(TypedDict, total=False):
     slow_rotations: float
     truncate: bool
     critical_dimension: int | None
+    onset: int | None
+    base: float | None
     right_factors: Sequence[float] | None
     attention_factor: float
 

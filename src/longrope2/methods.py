@@ -14,11 +14,13 @@ from typing import Any
 from longrope2.errors import FactorsError
 from longrope2.factors import RescaleFactors
 from longrope2.options import Length, option, stated
-from longrope2.rope import RopeSpec
+from longrope2.rope import STANDSTILL, RopeSpec
 
 # YaRN leaves dimensions of more than 32 rotations untouched and interpolates those of fewer than one.
 YARN_FAST_ROTATIONS = 32
 YARN_SLOW_ROTATIONS = 1
+# CoPE's authors clip LLaMA-3-8B from dimension 44 of 64 on: 20 of the 29 that no longer complete a period in training.
+CLIPPED_SHARE = 20 / 29
 
 
 @dataclass(frozen=True)
@@ -101,8 +103,7 @@ def yarn(
 def yarn_rcd(spec: RopeSpec, target_length: int, *, critical_dimension: int | None = None) -> Rescaling:
     """YaRN whose ramp ends at the real critical dimension (paper, ablation)."""
     c = _given_dimension(spec, critical_dimension)
-    low = math.floor(spec.dimension_completing(YARN_FAST_ROTATIONS))
-    return replace(_yarn_ramp(spec, target_length, low, c), critical_dimension=c)
+    return replace(_yarn_ramp(spec, target_length, _yarn_borders(spec)[0], c), critical_dimension=c)
 
 
 def ntk_rcd(spec: RopeSpec, target_length: int, *, critical_dimension: int | None = None) -> Rescaling:
@@ -110,6 +111,39 @@ def ntk_rcd(spec: RopeSpec, target_length: int, *, critical_dimension: int | Non
     c = _given_dimension(spec, critical_dimension)
     s = spec.extension_ratio(target_length)
     return Rescaling([s ** (i / c) for i in range(spec.num_dims)], critical_dimension=c)
+
+
+def mrrope_uni(spec: RopeSpec, target_length: int) -> Rescaling:
+    """MrRoPE-Uni: between YaRN's borders every dimension grows by the same ratio over the one before."""
+    return _mixed_radix(spec, target_length, lambda step, steps: step / steps)
+
+
+def mrrope_pro(spec: RopeSpec, target_length: int) -> Rescaling:
+    """MrRoPE-Pro: between YaRN's borders the ratio of a dimension to the one before itself grows geometrically."""
+    return _mixed_radix(spec, target_length, lambda step, steps: step * (step + 1) / (steps * (steps + 1)))
+
+
+def cope(spec: RopeSpec, target_length: int, *, onset: int | None = None, base: float | None = None) -> Rescaling:
+    """CoPE: frequencies fade out by ½(1 + cos) over the index, from the onset to the last, which stands still.
+
+    It does not depend on the target length; its authors raise the base as well before they train.
+    """
+    first = _onset(spec, onset)
+    last = max(spec.num_dims - 1 - first, 1)
+    kept = [0.5 * (1 + math.cos(math.pi * max(i - first, 0) / last)) for i in range(spec.num_dims)]
+    raised = _raised_base(spec, base)
+    return Rescaling([raised[i] / part if part else STANDSTILL for i, part in enumerate(kept)])
+
+
+def hardclip(spec: RopeSpec, target_length: int, *, onset: int | None = None, base: float | None = None) -> Rescaling:
+    """HardClip, which CoPE's authors compare with: every dimension from the onset on stands still."""
+    first = _onset(spec, onset)
+    return Rescaling([*_raised_base(spec, base)[:first], *[STANDSTILL] * (spec.num_dims - first)])
+
+
+def drope(spec: RopeSpec, target_length: int) -> Rescaling:
+    """DroPE: no rotation at all, which a model has to be trained for, in rows of its original length."""
+    return Rescaling([STANDSTILL] * spec.num_dims)
 
 
 def longrope2(
@@ -190,6 +224,22 @@ METHODS: Mapping[str, Method] = {
     "yarn-rcd": Method(
         rescaling=yarn_rcd, formula="YaRN's ramp, ending at c", temperature="0.1·ln s + 1", well_known=True
     ),
+    "mrrope-uni": Method(
+        rescaling=mrrope_uni,
+        formula="s^(k/n) at the k-th of n dimensions between YaRN's borders; 1 before, s after",
+        temperature="0.1·ln s + 1",
+    ),
+    "mrrope-pro": Method(
+        rescaling=mrrope_pro,
+        formula="as mrrope-uni, with s^(k(k+1)/(n(n+1)))",
+        temperature="0.1·ln s + 1",
+    ),
+    "cope": Method(
+        rescaling=cope,
+        formula="2/(1 + cos(πk/n)) at the k-th of n dimensions after the onset, 1 before; the last does not rotate",
+    ),
+    "hardclip": Method(rescaling=hardclip, formula="1 before the onset; from it on, no dimension rotates"),
+    "drope": Method(rescaling=drope, formula="no dimension rotates; for training, in rows of the original length"),
     "longrope2": Method(
         rescaling=longrope2,
         formula="λ_c^(i/c) below c; the given factors from c on",
@@ -216,6 +266,12 @@ class ClosedForm:
     attention_factor: float | None = option(
         None, "For longrope2: temperature of long sequences; default: 1.", metavar="A"
     )
+    onset: int | None = option(
+        None,
+        "For cope and hardclip: first dimension to clip; default: 20 of every 29 from d_tcd on, counted from the end.",
+        metavar="I",
+    )
+    base: float | None = option(None, "For cope and hardclip: a raised base of RoPE, e.g. 1e7; default: as it is.")
     single: bool = option(
         False,
         "One RoPE at every length, as closed forms are published; default: the original one within the window.",
@@ -223,7 +279,7 @@ class ClosedForm:
 
     def given(self) -> dict[str, Any]:
         """The options of the method itself that were given; refuses those that it does not take."""
-        own = ("critical_dimension", "right_factors", "attention_factor")
+        own = ("critical_dimension", "right_factors", "attention_factor", "onset", "base")
         given = {name: value for name in own if (value := getattr(self, name)) is not None}
         for entry in stated(ClosedForm):
             if entry.name in given and self.method in METHODS and entry.name not in taken_by(self.method):
@@ -301,14 +357,55 @@ def _base_change(spec: RopeSpec, growth: float) -> list[float]:
     return [growth ** (2 * i / spec.rotary_dim) for i in range(spec.num_dims)]
 
 
-def _yarn_ramp(spec: RopeSpec, target_length: float, low: float, high: float) -> Rescaling:
+def _raised_base(spec: RopeSpec, base: float | None) -> list[float]:
+    """Factors of another base; ones for the model's own."""
+    base = spec.theta if base is None else base
+    if not spec.theta <= base < math.inf:
+        raise FactorsError(f"a base of {base:g} is not above the model's own", hint=f"give one above {spec.theta:g}")
+    return _base_change(spec, base / spec.theta)
+
+
+def _onset(spec: RopeSpec, onset: int | None) -> int:
+    """The first dimension to clip; d/2 where there is nothing to clip."""
+    if onset is None:
+        return spec.num_dims - round(CLIPPED_SHARE * (spec.num_dims - spec.critical_dimension))
+    if not 1 <= onset < spec.num_dims:
+        raise FactorsError(
+            f"onset {onset} is outside 1…{spec.num_dims - 1}",
+            hint=f"dimensions from {spec.critical_dimension} on complete no period in training; drope rotates none",
+        )
+    return onset
+
+
+def _mixed_radix(spec: RopeSpec, target_length: int, share: Callable[[int, int], float]) -> Rescaling:
+    """s^share(k, n) at the k-th of n dimensions between YaRN's borders."""
     s = spec.extension_ratio(target_length)
+    low, high = map(round, _ramp_ends(spec, *_yarn_borders(spec)))
+    steps = max(high - low, 1)  # where the borders meet, a step as in YaRN; the authors divide by zero
+    factors = [s ** share(min(max(i - low, 0), steps), steps) for i in range(spec.num_dims)]
+    return Rescaling(factors, yarn_temperature(s))
+
+
+def _yarn_borders(spec: RopeSpec) -> tuple[int, int]:
+    """From where YaRN blends, and up to where."""
+    low, high = map(spec.dimension_completing, (YARN_FAST_ROTATIONS, YARN_SLOW_ROTATIONS))
+    return math.floor(low), math.ceil(high)
+
+
+def _ramp_ends(spec: RopeSpec, low: float, high: float) -> tuple[float, float]:
+    """The ends of a ramp within what YaRN's authors allow."""
     low, high = max(low, 0), min(high, spec.rotary_dim - 1)
     if high < low:
         raise FactorsError(
             f"YaRN's ramp would end at dimension {high}, before it begins at {low}",
             hint=f"give a critical dimension of at least {low}",
         )
+    return low, high
+
+
+def _yarn_ramp(spec: RopeSpec, target_length: float, low: float, high: float) -> Rescaling:
+    s = spec.extension_ratio(target_length)
+    low, high = _ramp_ends(spec, low, high)
     width = high - low or 0.001  # a step instead of a ramp, as YaRN's authors do
     factors = [_blend(s, (i - low) / width) for i in range(spec.num_dims)]
     return Rescaling(factors, yarn_temperature(s))

@@ -7,6 +7,7 @@ between short and long factors for each row, and casts to the model's dtype last
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from longrope2.errors import RotaryError
 from longrope2.factors import RescaleFactors
 from longrope2.families import FULL_ATTENTION
+from longrope2.rope import STANDSTILL
 
 # How a family lays out d/2 angles over the rotated components of a head.
 LAYOUTS = {
@@ -188,10 +190,19 @@ def _layout(module: nn.Module, factors: RescaleFactors) -> str:
     inv_freq = _inv_freq(module)  # again: some kinds of RoPE choose it in each forward
     assert inv_freq is not None
     angles = positions[..., None].float() * inv_freq.float()
-    for layout, arrange in LAYOUTS.items():
-        expected = arrange(angles).cos() * scaling
-        if expected.shape == cos.shape and torch.allclose(expected, cos, atol=1e-3):
-            return layout
+    tables = {layout: arrange(angles).cos() * scaling for layout, arrange in LAYOUTS.items()}
+    found = [
+        layout
+        for layout, expected in tables.items()
+        if expected.shape == cos.shape and torch.allclose(expected, cos, atol=1e-3)
+    ]
+    if len(found) > 1 and min(factors.long + factors.short) < STANDSTILL:
+        raise RotaryError(
+            f"this {type(module).__name__} does not rotate, so that nothing tells how its dimensions are laid out",
+            hint="extend the model that it was made from",
+        )
+    if found:
+        return found[0]
     raise RotaryError(
         f"the rotary layout of {type(module).__name__} is not known here (cos has shape {tuple(cos.shape)})",
         hint="this may be a new transformers version; please report it with the versions you use",
@@ -210,8 +221,11 @@ def _prove_effect(model: nn.Module, rotary: RescaledRotary) -> None:
     near = torch.arange(8, device=device)[None]
 
     def logits(positions: Tensor, angle_scale: float) -> Tensor:
-        # One side only: at angle zero nothing but the two attention factors could distinguish rows.
-        chosen, rotary.long_rows, rotary._angle_scale = rotary.long_rows, True, angle_scale
+        # One side only: at angle zero nothing but the two attention factors could distinguish rows. With the original
+        # frequencies: factors may be such that nothing rotates.
+        chosen, factors = rotary.long_rows, rotary.factors
+        rotary.factors = replace(factors, long=(1.0,) * len(factors.long))
+        rotary.long_rows, rotary._angle_scale = True, angle_scale
         try:
             # An explicit mask: without one, gaps between positions would be read as document boundaries.
             outputs: Any = model(
@@ -221,7 +235,7 @@ def _prove_effect(model: nn.Module, rotary: RescaledRotary) -> None:
                 use_cache=False,
             )
         finally:
-            rotary.long_rows, rotary._angle_scale = chosen, 1.0
+            rotary.factors, rotary.long_rows, rotary._angle_scale = factors, chosen, 1.0
         return outputs.logits.float()
 
     blind, seeing = logits(near, 0.0), logits(near, 1.0)

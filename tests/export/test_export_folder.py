@@ -26,7 +26,7 @@ from export_samples import (
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import longrope2
 from conftest import family_model
@@ -36,6 +36,7 @@ from longrope2.export import huggingface, weights
 from longrope2.factors import RescaleFactors
 from longrope2.files import atomic_folder
 from longrope2.models import ASSETS, describe, load, rescale_model
+from longrope2.rotary import rescaled
 
 TINY = ASSETS / "tiny"
 
@@ -181,6 +182,30 @@ class TestRoundTrip:
             with torch.no_grad():
                 same = torch.allclose(model(tokens).logits, base(tokens).logits, atol=1e-4)
             assert same == (profile == "dual" or length > WINDOW)
+
+    @pytest.mark.parametrize("method", ["cope", "hardclip", "drope"])
+    @pytest.mark.parametrize("profile", ["dual", "static-long"])
+    def test_dimensions_that_stand_still(self, tmp_path, method, profile):
+        """In plain transformers, and through the switch; the export can be exported again."""
+        factors = rescale_model(describe("tiny"), method, EXTENDED)
+        export("tiny", tmp_path / "first", factors=factors, profile=profile, dtype="float32")
+        export(str(tmp_path / "first"), tmp_path / "e")
+        wanted = factors if profile == "dual" else factors.long_everywhere()
+        model = longrope2.load(str(tmp_path / "e"), device="cpu")
+        assert model.longrope2.factors.rotates_as(wanted)
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path / "e").eval()
+        base = load("tiny", device="cpu", dtype=torch.float32).model
+        for length in (WINDOW, WINDOW + 1):
+            tokens = torch.arange(3, 3 + length)[None]
+            with torch.no_grad(), rescaled(base, wanted):
+                expected = base(tokens).logits
+            with torch.no_grad():
+                torch.testing.assert_close(plain(tokens, use_cache=False).logits, expected, rtol=1e-4, atol=1e-4)
+        prompt = torch.arange(3, 3 + WINDOW - 2)[None]
+        written = model.generate(prompt, max_new_tokens=6, do_sample=False, eos_token_id=None)
+        for length in range(WINDOW - 2, WINDOW + 4):
+            with torch.no_grad(), rescaled(base, wanted):
+                assert base(written[:, :length], use_cache=False).logits[0, -1].argmax() == written[0, length]
 
     def test_factors_file_is_a_factors_file(self, tmp_path):
         export("tiny", tmp_path / "e", factors=tiny_factors())

@@ -26,6 +26,7 @@ from longrope2.export.gguf import GGUFExport
 from longrope2.export.reference import Reference
 from longrope2.export.verify import verify
 from longrope2.gguf_model import GPT4O_SPLIT, LLAMA3_SPLIT, open_gguf
+from longrope2.methods import rescale
 from longrope2.models import ASSETS, describe, load, load_tokenizer
 from longrope2.rotary import rescaled
 
@@ -111,6 +112,15 @@ class TestLlamaCpp:
         findings = verify(export_tiny(tmp_path / "t.gguf", **TWO_TEMPERATURES), VerifyConfig()).findings
         assert {finding.mode: finding.verdict for finding in findings} == dict.fromkeys(MODES, "right")
         assert max(finding.max_error for finding in findings) < 1e-3
+
+    @pytest.mark.parametrize("method", ["cope", "hardclip", "drope"])
+    def test_dimensions_that_stand_still(self, tmp_path, method):
+        factors = rescale(method, describe("tiny").rope, EXTENDED)
+        export("tiny", tmp_path / "t.gguf", factors=factors, format="gguf", profile="dual", dtype="float32")
+        findings = verify(tmp_path / "t.gguf", VerifyConfig()).findings
+        assert {finding.mode: finding.verdict for finding in findings} == dict.fromkeys(MODES, "right")
+        assert max(finding.max_error for finding in findings) < 1e-3
+        assert longrope2.load(tmp_path / "t.gguf", device="cpu").longrope2.factors.long == factors.long
 
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "q8_0"])
     def test_precisions(self, tmp_path, dtype):

@@ -520,7 +520,7 @@ def test_stages_double_up_to_the_target():
 
 
 def test_what_is_found_at_one_length_starts_the_next(tiny, books, tmp_path):
-    evolution = EvolutionConfig(population=18, iterations=1, parents=4, mutations=2, crossovers=2)
+    evolution = EvolutionConfig(population=24, iterations=1, parents=4, mutations=2, crossovers=2)
     search(tiny, small_config(books, **STAGED, evolution=evolution), tmp_path, ALONE)
     summary = result(tmp_path)
     assert summary["stages"] == [512, 1024]

@@ -291,6 +291,16 @@ def test_what_is_carried_to_another_ratio_keeps_its_place(ratio):
     assert is_monotone(yarn.factors())
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_every_closed_form_can_be_carried_far(name):
+    """Also one with dimensions that stand still, whose factors to a power would overflow."""
+    for spec in MODELS:
+        near, far = make_space(spec, 1.02, kind="wide"), make_space(spec, 40, kind="wide")
+        carried = far.carry(near.closed_form(name), near.ratio)
+        assert is_monotone(carried.factors())
+        assert max(carried.factors()) <= 2 * far.ratio + 0.01
+
+
 def test_bounds_and_grid_are_options():
     space = make_space(LLAMA3, 16, lower=0.5, upper=1.5, grid=0.25)
     for _, genome in chain(space, seed=5):

@@ -24,6 +24,8 @@ STRETCHES = (0.005, 0.2)
 """Standard deviations of ln λ between which that of one move is drawn: some moves explore, some refine."""
 TEMPERATURE_SCALE = 10.0
 """What makes a step of ln T as large as one of ln λ: both then predict the objective of SmolLM2 best (LOG.md)."""
+FAR = 4.0
+"""Factors of more than this many s are as good as any other of them."""
 WARMEST = 2.0
 """The first temperatures lie between 1 and this many times YaRN's distance from 1."""
 
@@ -186,7 +188,8 @@ class SearchSpace(Bounds):
         if temperature is None:
             temperature = self._snap(max(1 + (genome.attention_factor - 1) * exponent, 0.5))
         right = tuple(self._onto_grid(value * growth) for value in genome.right)
-        left = tuple(min(value**exponent, right[0]) for value in genome.left)
+        # A dimension that hardly rotates has a factor whose power may overflow.
+        left = tuple(min(min(value, FAR * ratio) ** exponent, right[0]) for value in genome.left)
         return replace(genome, right=right, left=left, attention_factor=temperature, origin="carried")
 
     # Moves
