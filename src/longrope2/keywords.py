@@ -61,6 +61,7 @@ class TrainOptions(TypedDict, total=False):
     seed: int
     window: Literal["mixed", "single"]
     long_row_mask: Literal["full", "document"]
+    positions: Literal["row", "pose", "random"]
     lora: int | None
     freeze: Sequence[str]
     evaluate_every: int

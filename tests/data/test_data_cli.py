@@ -115,7 +115,7 @@ def test_a_plan_from_a_file_with_json(folder, cache, tmp_path, capsys):
     ("arguments", "message"),
     [
         (["tiny", "--target-length", "1k"], "no source given"),
-        (["tiny", "--target-length", "128", "--source", "books"], "target_length must be above the trained window"),
+        (["tiny", "--target-length", "128", "--source", "books"], "target_length must not be below the trained window"),
         (["tiny", "--target-length", "1k", "--source", "x", "--buckets", "8k"], "'8k' is not a bucket"),
         (["tiny", "--source", "books"], "target_length is missing"),
         (["tiny", "--config", "none.toml"], "none.toml: cannot be read"),
@@ -228,7 +228,7 @@ def test_a_wrong_config_file_is_refused(tmp_path, text, message):
 
 def test_rows_of_no_tokens_are_refused(tmp_path):
     (tmp_path / "c.toml").write_text('[plan]\ntarget_length = 0\ntokens = "1M"\n[[source]]\npath = "books"')
-    with pytest.raises(DataError, match="target_length must be above the trained window of 256, got 0"):
+    with pytest.raises(DataError, match="target_length must not be below the trained window of 256, got 0"):
         plan_documents("tiny", tmp_path / "plan.jsonl", config=tmp_path / "c.toml")
 
 

@@ -331,7 +331,7 @@ def test_apportioning_is_exact_and_fair(rows, quotas):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"target_length": 16}, "target_length must be above the trained window of 16, got 16"),
+        ({"target_length": 15}, "target_length must not be below the trained window of 16, got 15"),
         ({"original_length": 4}, "original_length must be at least 8, got 4"),
         ({"rows": 0}, "not one row wanted"),
         ({"rows": 10**27}, "at most 100,000,000 rows can be planned, got 1,000,000,000,000,000,000,000,000,000"),

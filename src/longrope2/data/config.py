@@ -116,6 +116,8 @@ class Bucket:
 def default_buckets(original_length: int, target_length: int) -> tuple[Bucket, ...]:
     """The paper's: up to L_train, to 100k, to 200k at a window of 128k, with quotas 3 : 3 : 4 (table 1)."""
     short = Bucket(up_to=original_length, quota=3)
+    if target_length == original_length:
+        return (short,)
     middle, top = round(target_length * MIDDLE_EDGE), round(target_length * TOP_EDGE)
     if middle <= original_length:
         # Too small an extension for a bucket between the window and the top one.
@@ -164,7 +166,10 @@ def parse_tokens(value: int | str) -> int:
 class PlanConfig:
     """Everything that decides a plan, besides the documents; saved with every plan."""
 
-    target_length: Length = option(help="Window to reach, e.g. 128k; default: as --config says.", recipe=False)
+    target_length: Length = option(
+        help="Window to reach, e.g. 128k, which is the length of rows; default: as --config says.", recipe=False
+    )
+    """The trained window itself makes rows of that length: for DroPE, or for positions that are drawn."""
     original_length: Length = option(
         help="The trained window, if the config does not state it, or states it wrongly.", recipe=False, least=SHORTEST
     )
@@ -210,9 +215,9 @@ class PlanConfig:
     def problems(self) -> list[str]:
         """Problems with this configuration, one message each."""
         found = broken_limits(self)
-        if self.target_length <= self.original_length:
+        if self.target_length < self.original_length:
             found.append(
-                f"target_length must be above the trained window of {self.original_length:,}, "
+                f"target_length must not be below the trained window of {self.original_length:,}, "
                 f"got {self.target_length:,}"
             )
         if self.tokens is not None:

@@ -8,6 +8,7 @@ from longrope2.errors import LongRopeError, all_problems
 from longrope2.options import Length, broken_limits, build, option, wrong_types
 
 LongRowMask = Literal["full", "document"]
+Positions = Literal["row", "pose", "random"]
 BATCH_ROWS = 64
 LARGEST_WARMUP = 10
 
@@ -44,6 +45,10 @@ class TrainConfig(UpdateConfig):
     )
     long_row_mask: LongRowMask = option(
         "full", "document: keep the documents of long rows apart, as the released code does."
+    )
+    positions: Positions = option(
+        "row",
+        "Positions of each document: counted; pose: a skip into the target window; random: drawn from it, in order.",
     )
     lora: int | None = option(
         None, "Train low-rank additions, merged into the weights at the end.", metavar="RANK", least=1

@@ -28,6 +28,7 @@ from longrope2.training.checkpoint import FOLDER, Checkpoints
 from longrope2.training.config import LongRowMask, ResolvedConfig
 from longrope2.training.mixed import Batch, MixedWindowModel, mixed_window
 from longrope2.training.parallel import own_part, sequence_parallel, shard
+from longrope2.training.positions import DrawnPositions
 from longrope2.training.trainable import is_matrix
 
 KINDS = ("short", "long")
@@ -48,18 +49,22 @@ class PlanRows:
         *,
         seed: int,
         long_row_mask: LongRowMask = "full",
+        draw: DrawnPositions | None = None,
     ) -> None:
         self._loader = RowLoader(plan, corpora)
         self._corpora = corpora
         # Two: a step may lie across the border of two epochs.
         self._order = lru_cache(maxsize=2)(partial(order_of_rows, plan.bucket_of_row, seed=seed))
         self._long_row_mask = long_row_mask
+        self._draw = draw
 
     def __call__(self, number: int) -> Batch:
         """The row, as a batch of one."""
         row = self._loader.row(self._index(number))
         if row.kind == "long" and self._long_row_mask == "document":
             row = _documents_apart(row)
+        if self._draw is not None:
+            row = replace(row, position_ids=self._draw(number, row.cu_seqlens.tolist()))
         return Batch(
             tokens=torch.from_numpy(row.token_ids)[None],
             positions=torch.from_numpy(row.position_ids)[None],

@@ -40,6 +40,7 @@ from longrope2.models import (
 from longrope2.needles import NeedleDocument
 from longrope2.options import identity
 from longrope2.records import NeedleLine, RecordError, StepLine, TrainingRecord, TrainingSettings, parse
+from longrope2.rope import STANDSTILL
 from longrope2.runfolder import RunFolder, differences, require_same
 from longrope2.training.checkpoint import FOLDER as CHECKPOINTS
 from longrope2.training.checkpoint import step_name
@@ -47,6 +48,7 @@ from longrope2.training.config import ResolvedConfig, TrainConfig, cannot_start
 from longrope2.training.estimate import ModelShape, known_gpu, shape_of
 from longrope2.training.log import LOG, RECORD, StepReporter, read_log
 from longrope2.training.loop import PlanRows, train_loop
+from longrope2.training.positions import DrawnPositions
 from longrope2.training.retrieval import Retrieval, needle_documents
 from longrope2.training.trainable import add_lora, freeze, merged
 
@@ -139,6 +141,7 @@ def prepare(
     model_config = empty_model.config.get_text_config()
     problems = config.problems()
     problems += _misfits(plan, factors, tokenizer, model_config)
+    problems += _wrong_rows(plan, factors, config)
     problems += _uneven(config, plan, model_config, here)
     problems += rank_problems(config, model_config)
     if problems:
@@ -183,11 +186,9 @@ def prepare(
 
 def _misfits(plan: Plan, factors: RescaleFactors, tokenizer: Any, model_config: Any) -> list[str]:
     """Where plan, factors and model do not belong together."""
-    found = [
-        f"the plan's {name} is {getattr(plan.config, name):,}, that of the factors {getattr(factors, name):,}"
-        for name in ("target_length", "original_length")
-        if getattr(plan.config, name) != getattr(factors, name)
-    ]
+    found = []
+    if (window := plan.config.original_length) != factors.original_length:
+        found.append(f"the plan's original_length is {window:,}, that of the factors {factors.original_length:,}")
     if plan.tokenizer and plan.tokenizer != tokenizer_fingerprint(tokenizer):
         found.append("the plan was made with another tokenizer than the model's")
     # Tokens that were added to a tokenizer later, and that the model has not, never come out of a plain text.
@@ -195,6 +196,21 @@ def _misfits(plan: Plan, factors: RescaleFactors, tokenizer: Any, model_config: 
     most = max(tokenizer.vocab_size, *(mark + 1 for mark in marks if mark is not None))
     if most > model_config.vocab_size:
         found.append(f"the tokenizer uses {most:,} tokens, the model has {model_config.vocab_size:,}")
+    return found
+
+
+def _wrong_rows(plan: Plan, factors: RescaleFactors, config: ResolvedConfig) -> list[str]:
+    """Rows of another length than the window to reach, or positions that short rows do not have."""
+    length, target = plan.config.target_length, factors.target_length
+    drawn, one_rope = config.positions != "row", config.window == "single" or not factors.switches
+    found = []
+    if length > target or (length < target and not drawn and min(factors.long) < STANDSTILL):
+        found.append(
+            f"the plan's target_length is {length:,}, that of the factors {target:,} "
+            "(shorter rows are for --positions pose or random, and for factors of drope)"
+        )
+    elif (drawn or length < target) and not one_rope:
+        found.append("short rows would keep the original RoPE, and nothing would learn the other one: --window single")
     return found
 
 
@@ -373,7 +389,16 @@ def _reporter(run: TrainingRun, output: Path, here: World, wandb: str | None) ->
 def _trained(run: TrainingRun, output: Path, here: World, reporter: StepReporter | None) -> Any:
     """The model after the last step."""
     config = run.config
-    rows = PlanRows(run.plan, run.corpora, seed=config.seed, long_row_mask=config.long_row_mask)
+    draw = None
+    if config.positions != "row":
+        draw = DrawnPositions(
+            how=config.positions,
+            row_length=run.plan.config.target_length,
+            target_length=run.factors.target_length,
+            rows=config.steps * config.batch_rows,
+            seed=config.seed,
+        )
+    rows = PlanRows(run.plan, run.corpora, seed=config.seed, long_row_mask=config.long_row_mask, draw=draw)
     hooks: dict[str, Any] = {}
     if reporter is not None:
         hooks = {"started": reporter.started, "report": reporter.step}
