@@ -147,6 +147,8 @@ def _click_type(kinds: Sequence[Any]) -> Any:
     (kind,) = [part for part in kinds if get_origin(part) is tuple] or kinds
     known: dict[Any, Any] = {Length: LENGTH, FileName: FILE}
     known |= {tuple[Length, ...]: LENGTHS, tuple[float, ...]: FLOATS, tuple[str, ...]: NAMES}
+    if get_origin(kind) is tuple and get_origin(get_args(kind)[0]) is Literal:
+        return NAMES
     return known.get(kind, kind)
 
 

@@ -63,6 +63,7 @@ class TrainOptions(TypedDict, total=False):
     long_row_mask: Literal["full", "document"]
     positions: Literal["row", "pose", "random"]
     lora: int | None
+    also: Sequence[Literal["norms", "embeddings"]]
     freeze: Sequence[str]
     evaluate_every: int
     evaluate_documents: int

@@ -28,7 +28,7 @@ from longrope2.training.estimate import (
     planned_work,
     shape_of,
 )  # fmt: skip
-from longrope2.training.loop import PlanRows, _attended
+from longrope2.training.loop import PlanRows, _attended, make_optimizer
 from longrope2.training.trainable import add_lora
 
 LENGTH = 131_072
@@ -139,6 +139,30 @@ def test_lora_and_freezing_are_counted(tmp_path):
     assert frozen.trained == frozen.parameters - mlp
     add_lora(model, 4)
     assert shape(config, tmp_path, lora=4).trained == sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILY_OPTIONS))
+@pytest.mark.parametrize("also", [(), ("norms",), ("norms", "embeddings")])
+def test_memory_of_what_learns_beside_lora_is_counted(tmp_path, family, also):
+    """Gradients and Adam's moments against those of a real step."""
+    model = family_model(family)
+    add_lora(model, 4, also)
+    ours = shape(family_config(family), tmp_path, lora=4, also=also)
+    optimizer = make_optimizer(model, TrainConfig().resolved())
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    optimizer.step()
+    moments = [x for state in optimizer.state.values() for x in state.values() if x.ndim]
+    memory = estimate(ours, long_rows(), gpus=1, gpu="h200")["memory_gib"]
+    assert memory["Adam moments (float32)"] * GIB == pytest.approx(sum(x.nbytes for x in moments))
+    assert memory["gradients (float32)"] * GIB == pytest.approx(
+        sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    )
+    layers = [{id(p) for p in layer.parameters()} for layer in model.base_model.layers]
+    inside = set().union(*layers)
+    parts = [*layers, {id(p) for p in model.parameters()} - inside]
+    learning = {id(p): p.numel() for p in model.parameters() if p.requires_grad}
+    assert ours.trained_at_once == max(sum(learning.get(one, 0) for one in part) for part in parts)
 
 
 def test_sliding_layers_attend_to_less(tmp_path):

@@ -36,6 +36,7 @@ def sample(tmp_path_factory):
     plan_documents(str(sample.model), sample.folder / "short.jsonl", **sources, **plan)
     for method in ("yarn", "drope"):
         rescale_model(describe(sample.model), method, LONG).save(sample.folder / f"{method}.json")
+    rescale_model(describe(sample.model), "yarn", 96).save(sample.folder / "near.json")
     return sample
 
 
@@ -218,10 +219,10 @@ def test_drope_is_trained_and_runs_in_plain_transformers(sample, tmp_path, monke
     ("changes", "message"),
     [
         ({"positions": "row"}, f"target_length is {WINDOW}, that of the factors {LONG}"),
-        ({"window": "mixed"}, "--window single"),
+        ({"window": "mixed"}, "positions pose need window single"),
         ({"method": "drope", "positions": "row", "window": "mixed"}, "--window single"),
         ({"positions": "chunks"}, "positions must be"),
-        ({"factors": "factors.json", "plan": "plan.jsonl", "window": "mixed"}, "--window single"),
+        ({"factors": "near.json", "plan": "plan.jsonl"}, "target_length is 128, that of the factors 96"),
     ],
 )  # fmt: skip
 def test_what_nothing_would_learn_from_is_refused(sample, tmp_path, changes, message):

@@ -114,7 +114,7 @@ def _measured_rate(device: torch.device, dtype: torch.dtype, size: int = 1024) -
 def forecast(extension: Extension, gpu: str | None = None) -> dict[str, Any]:
     """Time, memory and disk of each step that has to run, and why it has to; on this machine, or on a kind of GPU."""
     setting, reasons = extension.setting, extension.reasons()
-    training = {name: setting.recipe.train[name] for name in ("lora", "freeze") if name in setting.recipe.train}
+    training = {name: setting.recipe.train[name] for name in ("lora", "also", "freeze") if name in setting.recipe.train}
     shape = shape_of(skeleton(setting.info), setting.info, **training)
     machine = this_machine(shape.head_dim) if gpu is None else _gpu(gpu.upper(), GPUS[gpu], shape.head_dim)
     rows = []

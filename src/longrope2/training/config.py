@@ -8,6 +8,7 @@ from longrope2.errors import LongRopeError, all_problems
 from longrope2.options import Length, broken_limits, build, option, wrong_types
 
 LongRowMask = Literal["full", "document"]
+Also = Literal["norms", "embeddings"]
 Positions = Literal["row", "pose", "random"]
 BATCH_ROWS = 64
 LARGEST_WARMUP = 10
@@ -53,6 +54,9 @@ class TrainConfig(UpdateConfig):
     lora: int | None = option(
         None, "Train low-rank additions, merged into the weights at the end.", metavar="RANK", least=1
     )
+    also: tuple[Also, ...] = option(
+        (), "What else learns with LoRA, comma-separated: norms, embeddings (as in LongLoRA)."
+    )
     freeze: tuple[str, ...] = option(
         (), "Parameters to leave unchanged, e.g. '*mlp*'; may be repeated.", metavar="PATTERN", repeated=True
     )
@@ -79,6 +83,10 @@ class TrainConfig(UpdateConfig):
             found.append(f"warmup_steps must be at most steps ({self.steps}), got {self.warmup_steps}")
         if self.lora is not None and self.freeze:
             found.append("lora freezes the whole model already; omit freeze")
+        if self.also and self.lora is None:
+            found.append("also is for lora: without it everything learns that freeze does not name")
+        if self.positions != "row" and self.window != "single":
+            found.append(f"positions {self.positions} need window single: short rows would keep the original RoPE")
         return found
 
     def check(self) -> None:

@@ -3,6 +3,7 @@
 The shape is read from the model's configuration alone: sizes, names of parameters, and work per token.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,8 +21,8 @@ from longrope2.models import ModelInfo, describe, head_dim, num_kv_heads, skelet
 from longrope2.options import broken_limits, wrong_types
 from longrope2.perplexity import LOGIT_ROWS
 from longrope2.records import Table
-from longrope2.training.config import EstimateConfig, LongRowMask, TrainConfig, cannot_start
-from longrope2.training.trainable import is_matrix, linear_layers, matching
+from longrope2.training.config import Also, EstimateConfig, LongRowMask, TrainConfig, cannot_start
+from longrope2.training.trainable import is_matrix, learning_beside, linear_layers, matching
 
 GIB = 1 << 30
 FULL, HALF = 4, 2  # bytes of float32 and bfloat16
@@ -44,7 +45,9 @@ class ModelShape:
 
     parameters: int
     trained: int
-    """Parameters that learn; with LoRA the additions alone."""
+    """Parameters that learn; with LoRA the additions, and what learns beside them."""
+    trained_at_once: int
+    """Those of the largest layer, or of what is outside of layers: their gradients are whole for a moment."""
     matrices: int
     """Weights that each token is multiplied with: no input embedding, of experts only those a token meets."""
     layer: int
@@ -85,21 +88,30 @@ class ModelShape:
         return self.linear_flops(tokens) * (2 + self.trained_share) + 3 * self.attention_flops(tokens, attended)
 
 
-def shape_of(model: Any, info: ModelInfo, *, freeze: Sequence[str] = (), lora: int | None = None) -> ModelShape:
+def shape_of(
+    model: Any, info: ModelInfo, *, freeze: Sequence[str] = (), lora: int | None = None, also: Sequence[Also] = ()
+) -> ModelShape:
     """The shape of a model, live or on the meta device, before anything is added to it."""
     config = model.config.get_text_config()
     layers = [_count(layer) for layer in model.base_model.layers]
     total = _count(model)
+    frozen = matching(model, freeze)
+    learns = learning_beside(model, also) if lora else {name for name, _ in model.named_parameters()} - frozen
+    learning = Counter({name: model.get_parameter(name).numel() for name in learns})
     if lora:
-        learning = sum(lora * (layer.in_features + layer.out_features) for layer in linear_layers(model).values())
-    else:
-        frozen = matching(model, freeze)
-        learning = sum(parameter.numel() for name, parameter in model.named_parameters() if name not in frozen)
+        found = linear_layers(model).items()
+        learning.update({name: lora * (layer.in_features + layer.out_features) for name, layer in found})
+    parts: Counter[str] = Counter()
+    stack = next(name for name, module in model.named_modules() if module is model.base_model.layers)
+    for name, count in learning.items():
+        inside = name.removeprefix(f"{stack}.")
+        parts["" if inside == name else inside.partition(".")[0]] += count
     reading = info.reading
     windows = tuple(reading.sliding_window if kind == SLIDING_ATTENTION else None for kind in reading.layer_types)
     return ModelShape(
         parameters=total,
-        trained=learning,
+        trained=learning.total(),
+        trained_at_once=max(parts.values(), default=0),
         matrices=_matrices(model, config),
         layer=max(layers),
         outside=total - sum(layers),
@@ -246,7 +258,7 @@ def estimate_run(
         )
     else:
         raise LongRopeError("the length of the rows is missing", hint="give --plan FILE or --target-length N")
-    shape = shape_of(skeleton(info), info, freeze=config.freeze, lora=config.lora)
+    shape = shape_of(skeleton(info), info, freeze=config.freeze, lora=config.lora, also=config.also)
     options: dict[str, Any] = {
         "gpus": wanted.gpus,
         "gpu": wanted.gpu,
@@ -345,7 +357,7 @@ def _memory(shape: ModelShape, tokens: int, gpus: int, *, recompute: bool, compi
         "gradients (float32)": FULL * shape.trained / gpus,
         "Adam moments (float32)": 2 * FULL * shape.trained / gpus,
         "bfloat16 weights and gradients in use": HALF * (shape.outside + 2 * shape.layer)
-        + (HALF + FULL) * max(shape.outside, shape.layer) * shape.trained_share,
+        + (HALF + FULL) * shape.trained_at_once,
         "activations that layers keep": len(shape.windows) * (least if recompute else whole),
         "activations of the layer at work": whole,  # gradients take the place of values that are done with
         "a piece of the logits": LOGIT_ROWS * shape.vocabulary * 2 * (HALF + FULL) + 2 * HALF * tokens * shape.hidden,

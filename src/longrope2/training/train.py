@@ -172,7 +172,7 @@ def prepare(
         plan=plan,
         corpora=corpora,
         tokenizer=tokenizer,
-        shape=shape_of(empty_model, info, freeze=config.freeze, lora=config.lora),
+        shape=shape_of(empty_model, info, freeze=config.freeze, lora=config.lora, also=config.also),
         needles=needles,
         config=config,
         identity={
@@ -200,18 +200,17 @@ def _misfits(plan: Plan, factors: RescaleFactors, tokenizer: Any, model_config: 
 
 
 def _wrong_rows(plan: Plan, factors: RescaleFactors, config: ResolvedConfig) -> list[str]:
-    """Rows of another length than the window to reach, or positions that short rows do not have."""
+    """Rows of another length than the window to reach, where that is not what was wanted."""
     length, target = plan.config.target_length, factors.target_length
     drawn, one_rope = config.positions != "row", config.window == "single" or not factors.switches
-    found = []
     if length > target or (length < target and not drawn and min(factors.long) < STANDSTILL):
-        found.append(
+        return [
             f"the plan's target_length is {length:,}, that of the factors {target:,} "
             "(shorter rows are for --positions pose or random, and for factors of drope)"
-        )
-    elif (drawn or length < target) and not one_rope:
-        found.append("short rows would keep the original RoPE, and nothing would learn the other one: --window single")
-    return found
+        ]
+    if length < target and not one_rope:
+        return ["rows as short as these keep the original RoPE, and none learns the other one; use --window single"]
+    return []
 
 
 def _uneven(config: ResolvedConfig, plan: Plan, model_config: Any, here: World) -> list[str]:
@@ -408,7 +407,7 @@ def _trained(run: TrainingRun, output: Path, here: World, reporter: StepReporter
     model = load(run.info, dtype=torch.float32, device=here.device()).model
     if config.lora is not None:
         torch.manual_seed(config.seed)
-        add_lora(model, config.lora)
+        add_lora(model, config.lora, config.also)
     freeze(model, config.freeze)
     train_loop(model, run.factors, rows, config, output, here, kind_of=rows.kind, name_row=rows.name, **hooks)
     return model

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from longrope2.errors import LongRopeError, require
+from longrope2.training.config import Also
 
 ADAPTER = "default"
 LORA_SCALE = 2
@@ -56,11 +57,24 @@ def linear_layers(model: Any) -> dict[str, nn.Linear]:
     return {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
 
 
-def add_lora(model: nn.Module, rank: int) -> None:
-    """Freeze the model and give its linear layers low-rank additions, which start at zero."""
+def learning_beside(model: Any, also: Sequence[Also]) -> set[str]:
+    """The parameters that learn themselves beside low-rank additions; a tied head goes by the embedding's name."""
+    embeddings = {id(parameter) for parameter in model.get_input_embeddings().parameters()}
+    return {
+        name
+        for name, parameter in model.named_parameters()
+        if ("norms" in also and "norm" in name) or ("embeddings" in also and id(parameter) in embeddings)
+    }
+
+
+def add_lora(model: nn.Module, rank: int, also: Sequence[Also] = ()) -> None:
+    """Freeze the model but for what `also` names; its linear layers get low-rank additions, which start at zero."""
+    beside = learning_beside(model, also)
     peft = require("peft", extra="train", purpose="LoRA")
     config = peft.LoraConfig(r=rank, lora_alpha=LORA_SCALE * rank, target_modules=list(linear_layers(model)))
     peft.inject_adapter_in_model(config, model, adapter_name=ADAPTER)
+    for name in beside:
+        model.get_parameter(name).requires_grad_(True)
 
 
 def merged(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
