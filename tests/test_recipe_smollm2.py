@@ -16,6 +16,7 @@ from longrope2.evaluation.config import EvaluationConfig
 from longrope2.evaluation.results import accuracy
 from longrope2.records import EvaluationRecord
 from longrope2.search.config import search_config
+from longrope2.training.config import train_config
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "smollm2"
 
@@ -45,6 +46,12 @@ def test_every_row_has_a_mix_of_its_length_with_enough_rows(recipe):
         assert {source.path for source in settings["sources"]} <= {"books", *recipe.RECALL}
         tokens_a_step = recipe.BATCH_ROWS * 32 * 1024
         assert settings["rows"] * row.length >= row.steps * tokens_a_step
+
+
+def test_every_row_can_be_trained_with_its_options(recipe):
+    for row in recipe.ROWS.values():
+        train_config(window=row.window, **row.training).check()
+    assert recipe.ROWS["lora-also"].training == {**recipe.ROWS["lora"].training, "also": ("norms", "embeddings")}
 
 
 def test_sources_of_a_mix_are_made_and_put_in_place(recipe, tmp_path, monkeypatch):

@@ -11,8 +11,8 @@ import argparse
 import json
 import re
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -125,6 +125,8 @@ class Row:
     """Of what is drawn from it, and in which order."""
     steps: int = 80
     learning_rate: float = LEARNING_RATE
+    training: Mapping[str, Any] = field(default_factory=dict)
+    """Further options of `longrope2 train`."""
     evaluations: tuple[str, ...] = LONG
     lengths: tuple[int, ...] = (4 * K, 8 * K, 16 * K, 32 * K, 64 * K)
     """To evaluate at, as far as the row's own."""
@@ -134,6 +136,9 @@ MAIN = {"table": "main-32k", "steps": 153, "evaluations": ALL}
 BOOKS = {"table": "books-32k", "mix": "books-32k", "steps": 153, "evaluations": ALL}
 ABLATION = {"table": "ablations-32k", "steps": 153}  # compared with YaRN, NTK, paper and wide of the main table
 TUNING = {"table": "tuning", "mix": "books-32k", "make": closed("yarn"), "window": "single", "steps": 40}
+METHODS = {"table": "methods-32k", "window": "single", "steps": 153, "evaluations": ALL}  # compared with YaRN
+LORA = {"table": "lora-32k", "make": closed("yarn"), "window": "single", "steps": 153}  # compared with YaRN
+BESIDE = {"lora": 16, "also": ("norms", "embeddings")}
 OTHER_ROWS = {"table": "seeds-32k", "steps": 153, "seed": 1}
 LONGEST = {"table": "main-64k", "mix": "mix-64k", "length": 64 * K}
 SINGLE = {"window": "single"}
@@ -154,6 +159,12 @@ ROWS: dict[str, Row] = {
         title="no mixed windows", make=same_as("paper"), evaluations=(*LONG, *SHORT), **SINGLE, **ABLATION
     ),
     "wide-cold": Row(title="temperature 1", make=same_as("wide", long_attention_factor=1.0), **ABLATION),
+    "mrrope-uni": Row(title="MrRoPE-Uni", make=closed("mrrope-uni"), **METHODS),
+    "mrrope-pro": Row(title="MrRoPE-Pro", make=closed("mrrope-pro"), **METHODS),
+    "cope": Row(title="CoPE", make=closed("cope"), **METHODS),
+    "hardclip": Row(title="HardClip", make=closed("hardclip"), **METHODS),
+    "lora": Row(title="LoRA 16", training={"lora": 16}, **LORA),
+    "lora-also": Row(title="LoRA 16, norms and embeddings", training=BESIDE, **LORA),
     "yarn-other": Row(title="YaRN, other rows", make=closed("yarn"), **SINGLE, **OTHER_ROWS),
     "paper-other": Row(title="LongRoPE2 (paper), other rows", make=same_as("paper"), **OTHER_ROWS),
     "yarn-64k": Row(title="YaRN", make=closed("yarn"), **SINGLE, **LONGEST),
@@ -272,6 +283,7 @@ class Bench:
             batch_rows=BATCH_ROWS * 32 * K // row.length,
             learning_rate=row.learning_rate,
             window=row.window,
+            **row.training,
             save_every=1000,
             compiled=True,
             recompute=False,
@@ -327,6 +339,7 @@ class Bench:
             "seed": row.seed,
             "target_length": row.length,
             "learning_rate": row.learning_rate,
+            "training": dict(row.training),
             **together.to_json(),
             "versions": results[0].versions,
             "device": results[0].device,
@@ -334,6 +347,7 @@ class Bench:
                 "tokens": sum(line.tokens for line in log),
                 "factors_seconds": json.loads((folder / "factors-cost.json").read_text())["seconds"] if row.make else 0,
                 "train_seconds": sum(line.seconds for line in log),
+                "train_memory_gib": max((line.memory_gib or 0.0 for line in log), default=0.0),
                 "evaluate_seconds": sum(result.seconds for result in results),
             },
             "losses": [[line.step, line.loss_short, line.loss_long] for line in log],
