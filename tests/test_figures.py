@@ -6,10 +6,21 @@ from xml.etree import ElementTree
 
 import pytest
 
-from longrope2.figures import COLOURS, DARK, draw_bars, draw_by_length, draw_heatmaps, draw_losses, number, thinned
-from longrope2.methods import METHODS
+from longrope2.figures import (
+    COLOURS,
+    DARK,
+    draw_bars,
+    draw_by_length,
+    draw_factors,
+    draw_heatmaps,
+    draw_losses,
+    number,
+    thinned,
+)
+from longrope2.methods import METHODS, rescale
 from longrope2.records import Cell, Grid, Measured
 from longrope2.report.summary import label
+from longrope2.rope import RopeSpec
 
 
 def grid(scores):
@@ -119,6 +130,16 @@ def test_numbers_are_short():
     assert [number(v) for v in (None, 0, 1.00012, 12345.6, 1e-5, 2e9)] == [
         "overflow", "0", "1", "12,346", "1e-05", "2e+09",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_no_method_flattens_the_others(name):
+    """Also not one whose last dimensions do not rotate: its line leaves the figure at the top."""
+    spec = RopeSpec(rotary_dim=64, theta=1e4, original_length=256)
+    drawing = draw_factors({method: rescale(method, spec, 1024) for method in ("yarn", name)}, None)
+    bottom, top = drawing.axes[0][0].get_ylim()
+    assert bottom < 1
+    assert 4 < top < 100
 
 
 def test_every_method_has_a_colour():

@@ -30,7 +30,7 @@ def rescale(
     """Factors of a closed form for a model, such as ntk or yarn.
 
     Options are those of the method: `critical_dimension` for the -rcd ones and longrope2, which also takes
-    `right_factors` and `attention_factor`.
+    `right_factors` and `attention_factor`; `onset` and `base` for cope and hardclip.
     """
     info = model if isinstance(model, ModelInfo) else describe(model)
     return rescale_model(info, method, length_of(target_length), extend_again=extend_again, **options)
