@@ -181,8 +181,9 @@ def test_a_judge_works_once_for_all_models(tiny, factors, tmp_path, monkeypatch)
     files[1].unlink()
     again = longrope2.evaluate("tiny", ["longppl"], tmp_path / "three", **options)
     assert (judged, again["scores"]) == ([1], first["scores"])
-    files[0].write_text("{}")
-    with pytest.raises(LongRopeError, match="places is missing") as caught:
+    places = json.loads(files[0].read_text())["places"]
+    files[0].write_text(files[0].read_text().replace(str(places[0]), str(places[0] + 1), 1))
+    with pytest.raises(LongRopeError, match="its content is not what its checksum says") as caught:
         longrope2.evaluate("tiny", ["longppl"], tmp_path / "four", **options)
     assert caught.value.hint == "delete the file; it will be made again"
 

@@ -9,10 +9,10 @@ As in the authors' code, tokens that stand side by side share the beginning of t
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from longrope2.console import ProgressLine
 from longrope2.errors import DataError
@@ -20,8 +20,7 @@ from longrope2.evaluation.engine import SCORED_TOKENS, EvaluationEngine, plan_sc
 from longrope2.evaluation.results import digest, perplexity
 from longrope2.evaluation.suite import Setup, Suite, SuiteOutcome, TextSpan
 from longrope2.evaluation.suites.perplexity import DOCUMENTS, documents, sliding
-from longrope2.files import write_json
-from longrope2.records import Measured, parse
+from longrope2.records import Measured, Record
 
 if TYPE_CHECKING:
     from longrope2.evaluation.backend import TorchBackend
@@ -40,8 +39,10 @@ LEAST_LENGTH = 4 * SHARE
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeyTokens:
+class KeyTokens(Record):
     """What a judge found in a text."""
+
+    FORMAT: ClassVar[str] = "longrope2-key-tokens"
 
     places: tuple[int, ...]
 
@@ -108,7 +109,7 @@ class _Judged:
             for index, places in zip(turn, self._here.gather(mine), strict=False):
                 known[index] = places
                 if self._here.is_main:
-                    write_json(paths[index], asdict(KeyTokens(places=places)))
+                    KeyTokens(places=places).save(paths[index])
             if line is not None:
                 line.update(begin + len(turn))
         return known
@@ -126,9 +127,10 @@ class _Judged:
 
 
 def _read(path: Path) -> tuple[int, ...] | None:
-    if not path.exists():
+    try:
+        return KeyTokens.load(path, hint="delete the file; it will be made again").places
+    except FileNotFoundError:
         return None
-    return parse(KeyTokens, path.read_bytes(), str(path), hint="delete the file; it will be made again").places
 
 
 def check(setup: Setup) -> None:
