@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from longrope2.api import evaluate, export_model, rescale, search_factors, train
+    from longrope2.checking.check import check
     from longrope2.factors import RescaleFactors
     from longrope2.generation.switch import load
     from longrope2.models import describe
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "RescaleFactors",
+    "check",
     "describe",
     "evaluate",
     "export_model",
@@ -26,6 +28,7 @@ __all__ = [
 ]
 _HOMES = {
     "RescaleFactors": "factors",
+    "check": "checking.check",
     "describe": "models",
     "extend": "pipeline.extend",
     "load": "generation.switch",

@@ -419,6 +419,26 @@ def verify(context: click.Context, /, exported: Path, as_json: bool, **options: 
 
 
 @cli.command()
+@model_argument
+@option("--config-only", is_flag=True, help="Load no weights: check the config, and the rotary module that it makes.")
+@json_option
+@click.pass_context
+def check(context: click.Context, /, model: str, config_only: bool, as_json: bool) -> None:
+    """Check anyone's RoPE: what engines make of it, and its faults.
+
+    Extended with any rope type: longrope, yarn, llama3, linear, dynamic, proportional, or not at all. The exit code is
+    1 if the config has a fault, or if a current engine or the live model rotates otherwise than the config says; the
+    corrected keys are printed.
+    """
+    from longrope2.checking.check import check
+
+    result = check(model, config_only=config_only)
+    _show(result, result.table(), lines=result.lines(), as_json=as_json)
+    if result.wrong:
+        context.exit(1)
+
+
+@cli.command()
 @argument("exported", type=PLACE)
 @argument("name", type=NAME)
 @option("--private", is_flag=True, help="Make a new repository private.")

@@ -128,6 +128,19 @@ def describe(name: str | Path, *, original_length: int | None = None) -> ModelIn
     `original_length` is the trained window if the config does not state it, or states it wrongly.
     """
     accept_mscales()
+    location, config, revision = raw_config(name)
+    return ModelInfo(
+        name=str(name),
+        location=location,
+        revision=revision,
+        reading=read_config(config, original_length=original_length),
+        model_type=config["model_type"],
+        quantisation=_quantisation(config),
+    )
+
+
+def raw_config(name: str | Path) -> tuple[str, dict[str, Any], str]:
+    """Where a model of that name is, its config.json as it stands there, and what identifies that."""
     name = str(name)
     # A folder of that name only where it is a model: recipes/tiny, for one, is none.
     if name == TINY and not (Path(name) / "config.json").exists():
@@ -136,18 +149,7 @@ def describe(name: str | Path, *, original_length: int | None = None) -> ModelIn
         location = Path(name)
     else:
         location = name
-    if isinstance(location, Path):
-        config, revision = _local_config(location)
-    else:
-        config, revision = _hub_config(name)
-    return ModelInfo(
-        name=name,
-        location=str(location),
-        revision=revision,
-        reading=read_config(config, original_length=original_length),
-        model_type=config["model_type"],
-        quantisation=_quantisation(config),
-    )
+    return str(location), *(_local_config(location) if isinstance(location, Path) else _hub_config(name))
 
 
 def check_factors(factors: RescaleFactors, info: ModelInfo) -> None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cache
 from pathlib import Path
@@ -637,7 +637,7 @@ class ComparisonRecord(Record):
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What an engine made of an export."""
+    """What an engine made of an export, or of anyone's config."""
 
     engine: str
     mode: str
@@ -649,6 +649,13 @@ class Finding:
     def is_wrong(self) -> bool:
         """Whether this must not be; engines that are not installed and known limits do not count."""
         return self.verdict in ("WRONG", "FAILED")
+
+
+def findings_table(title: str, findings: Sequence[Finding], error: str = "max error") -> Table:
+    """One row for each engine and mode, and the notes below."""
+    rows = [[f.engine, f.mode, "-" if f.max_error is None else f"{f.max_error:.1e}", f.verdict] for f in findings]
+    notes = [f"{f.engine if f.mode == '-' else f'{f.engine}, {f.mode}'}: {f.note}" for f in findings if f.note]
+    return Table(title=title, columns=["engine", "mode", error, "verdict"], rows=rows, caption="\n".join(notes))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

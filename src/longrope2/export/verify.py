@@ -26,7 +26,7 @@ from longrope2.export.huggingface import config_problems
 from longrope2.export.reference import Answer, Reference
 from longrope2.factors import RescaleFactors
 from longrope2.models import cached_values
-from longrope2.records import Finding, Table
+from longrope2.records import Finding, Table, findings_table
 
 TOLERANCE = 5e-3
 """Nats of log-probability: float32 engines come to 1e-5, llama.cpp, which rounds inside, to 3e-3."""
@@ -74,15 +74,12 @@ class Verification:
 
     def table(self) -> Table:
         """One row for each engine and mode, and the notes below."""
-        found, factors = self.findings, self.factors
+        factors = self.factors
         title = (
             f"{self.path}: {profile_of(factors)}, {factors.original_length:,} → {factors.target_length:,} tokens; "
             "largest difference of log-probability from our own forward"
         )
-        rows = [[f.engine, f.mode, "-" if f.max_error is None else f"{f.max_error:.1e}", f.verdict] for f in found]
-        notes = [f"{f.engine if f.mode == '-' else f'{f.engine}, {f.mode}'}: {f.note}" for f in found if f.note]
-        columns = ["engine", "mode", "max error", "verdict"]
-        return Table(title=title, columns=columns, rows=rows, caption="\n".join(notes))
+        return findings_table(title, self.findings)
 
 
 def verify(path: Path, config: VerifyConfig) -> Verification:
