@@ -163,7 +163,7 @@ FACTORS = ["factors", "MODEL", "--target-length", "32k", "-o", "f.json", "--meth
         (["inspect", "MODEL", "--target-length", "4k"], "not above the trained window of 8,192"),
         (["inspect", "MODEL", "--plot", "figure.xyz"], "cannot draw into a file that ends in '.xyz'"),
         (["inspct", "MODEL"], "No such command 'inspct'"),
-        (["factors", "MODEL", "--method", "yarn", "-o", "f.json"], "Missing option '--target-length'"),
+        (["factors", "MODEL", "--method", "yarn", "-o", "f.json"], "hint: give --target-length"),
         (["factors", "MODEL", "--target-length", "32k", "--method", "yarn", "-o", ""], "the name is empty"),
         ([*FACTORS, "yarm"], "did you mean 'yarn'"),
         ([*FACTORS, "YaRN"], "did you mean 'yarn'"),

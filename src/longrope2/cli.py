@@ -119,22 +119,48 @@ def inspect(
 @cli.command()
 @model_argument
 @option("-o", "--output", required=True, type=FILE, help="Factors file to write.")
-@options_of(ClosedForm)
+@option(
+    "--from",
+    "source",
+    metavar="collection[/NAME]",
+    help="Take them from the collection that comes with the package, in place of a method.",
+)
+@options_of(ClosedForm, from_file=True)
 @original_option
 @again_option
-def factors(model: str, output: Path, original_length: int | None, extend_again: bool, **options: Any) -> None:
-    """Write the factors of a closed-form method to a file."""
+def factors(
+    model: str, output: Path, source: str | None, original_length: int | None, extend_again: bool, **options: Any
+) -> None:
+    """Write factors of a closed form, or of the collection."""
     from longrope2.models import describe, rescale_model
 
-    form = build(ClosedForm, "factors", options)
     info = describe(model, original_length=original_length)
-    result = rescale_model(info, form.method, form.target_length, extend_again=extend_again, **form.given())
+    if source is not None:
+        from longrope2.collection import take_collected
+
+        result = take_collected(info, source, options, extend_again=extend_again)
+    else:
+        form = build(ClosedForm, "factors", options)
+        result = rescale_model(info, form.method, form.target_length, extend_again=extend_again, **form.given())
     for oddity in result.oddities():
         warn(oddity)
-    if form.single:
+    if options["single"]:
         result = result.long_everywhere()
     result.save(output)
-    say(f"wrote {output}: {form.method}, {result.original_length:,} → {result.target_length:,} tokens")
+    say(f"wrote {output}: {result.method}, {result.original_length:,} → {result.target_length:,} tokens")
+
+
+@cli.command()
+@json_option
+def collection(as_json: bool) -> None:
+    """List the factors that come with the package.
+
+    Published ones and our own, each with its model, lengths, temperature, how it was found and what it scored.
+    """
+    from longrope2.collection import collection, collection_table
+
+    entries = collection()
+    _show(entries, collection_table(entries), as_json=as_json)
 
 
 @cli.command()

@@ -1,4 +1,4 @@
-"""What is generated from the options: a part of docs/reference.md, and keywords.py, the types of Python's options."""
+"""What is generated: a part of docs/reference.md, keywords.py (the types of Python's options), docs/collection.md."""
 
 import inspect
 import sys
@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import click
 
 from longrope2.cli import cli
+from longrope2.collection import collection_page
 from longrope2.evaluation.config import EvaluationConfig
 from longrope2.export.config import ExportConfig
 from longrope2.files import write_text
@@ -156,3 +157,5 @@ if __name__ == "__main__":
     write_text(KEYWORDS, keywords())
     place = Path(sys.argv[1])
     write_text(place, reference(place.read_text(encoding="utf-8")))
+    listed = place.with_name("collection.md")
+    write_text(listed, collection_page(listed.read_text(encoding="utf-8")))
