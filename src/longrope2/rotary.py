@@ -141,11 +141,6 @@ def install(
     return rotary
 
 
-def rotary_module(model: nn.Module) -> nn.Module:
-    """The module that all layers take cos and sin from."""
-    return _rotary_place(model)[2]
-
-
 def _rotary_place(model: nn.Module) -> tuple[nn.Module, str, nn.Module]:
     """Where the one rotary module sits: (parent, attribute, module)."""
     places: list[tuple[nn.Module, str, nn.Module]] = []

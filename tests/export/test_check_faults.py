@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -199,7 +200,25 @@ def test_a_model_that_rotates_otherwise_than_its_module_says():
     attention.forward = alone
     (wrong,) = check(model).wrong
     assert wrong.engine == "live model"
-    assert "some layers still rotate alone" in wrong.note
+    assert "some layers rotate alone" in wrong.note
+
+    model = family_model("llama").train()
+    assert check(model).wrong == []
+    assert model.training
+    for layer in model.model.layers:
+        unturned = (torch.ones(1, 1, 16), torch.zeros(1, 1, 16))
+        ignoring = partial(layer.self_attn.forward, position_embeddings=unturned)
+        layer.self_attn.forward = lambda *a, ignoring=ignoring, position_embeddings, **kw: ignoring(*a, **kw)
+    (wrong,) = check(model).wrong
+    assert "its rotary module is never used" in wrong.note
+
+
+def test_a_model_whose_frequencies_were_rounded():
+    """`model.to(torch.bfloat16)` takes the rotary buffer with it; from_pretrained(dtype=) does not."""
+    (wrong,) = check(family_model("llama").to(torch.bfloat16)).wrong
+    assert 1e-3 < wrong.max_error < 2**-8
+    assert "frequency 3 is 0.03174 in place of 0.03162" in wrong.note
+    assert "rounded to bfloat16: load the model with dtype=" in wrong.note
 
 
 def test_a_gguf_file_that_is_scaled_twice(tmp_path):

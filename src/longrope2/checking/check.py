@@ -57,7 +57,7 @@ class CheckReport:
     def lines(self) -> Iterator[str]:
         """The corrected keys, as JSON to paste."""
         if self.corrected is not None:
-            yield "keys for config.json that all of them read alike:"
+            yield "keys for config.json, in the forms that both generations of transformers and most engines read:"
             yield json.dumps(self.corrected, indent=1)
 
 
@@ -79,10 +79,11 @@ def check(model: "str | Path | nn.Module", *, config_only: bool = False) -> Chec
 
 def _config_of(model: Any) -> dict[str, Any]:
     """The config of a live model; with the factors of one that `longrope2.load` gave, which it has outside of it."""
-    from longrope2.rotary import RescaledRotary, rotary_module
+    from longrope2.checking.live import rotary_modules
+    from longrope2.rotary import RescaledRotary
 
     with suppress(LongRopeError):
-        if isinstance(rotary := rotary_module(model), RescaledRotary):
+        if isinstance(rotary := rotary_modules(model)[0], RescaledRotary):
             config = copy.deepcopy(model.config)
             write_factors(config, rotary.factors, rotary.switch_length or rotary.factors.original_length)
             return config.to_dict()
@@ -128,7 +129,7 @@ def _report(
     found += _transformers(statement, stated, model, refused)
     readers = READERS if gguf is None else ()
     found += _readings(statement, stated, live, refused, readers)
-    found += _proof(stated, model, no_model)
+    found += _proof(model, no_model)
     needs = any(finding.verdict in ("WRONG", "known limit") for finding in found)
     return CheckReport(
         model=name,
@@ -156,8 +157,7 @@ def _transformers(statement: Statement, stated: Rotation | None, model: Any, ref
     """What the installed transformers does: the rotary module of the model, or the one of its config, is run."""
     import transformers
 
-    from longrope2.checking.live import bare_module, measured
-    from longrope2.rotary import rotary_module
+    from longrope2.checking.live import bare_module, measured, rotary_modules, rounded_to
 
     engine = f"transformers {transformers.__version__}"
     if refused is not None:
@@ -169,14 +169,22 @@ def _transformers(statement: Statement, stated: Rotation | None, model: Any, ref
         return
     try:
         with quiet_transformers():
-            module = rotary_module(model) if model is not None else bare_module(live_config(statement.config))
+            module = rotary_modules(model)[0] if model is not None else bare_module(live_config(statement.config))
+    except Exception as error:  # whatever transformers raises for a model that it cannot build
+        reason = (
+            error.message if isinstance(error, LongRopeError) else f"it cannot build the model ({reason_of(error)})"
+        )
+        yield Finding(engine, "run", None, "not checked", reason)
+        return
+    try:
+        with quiet_transformers():
             found = measured(module, stated)
     except LongRopeError as error:
         yield Finding(engine, "run", None, "not checked", error.message)
     except Exception as error:  # whatever the module raises for such a config
         yield Finding(engine, "run", None, "FAILED", f"its rotary module stops: {reason_of(error)}")
     else:
-        yield _compared(engine, "run", Reading(found, statement.window), stated, is_current=True)
+        yield _compared(engine, "run", Reading(found, statement.window, rounded_to(module)), stated, is_current=True)
 
 
 def _readings(
@@ -193,9 +201,12 @@ def _readings(
     for engine, versions in groupby((own, *readers), key=lambda reader: reader.engine):
         rows: list[tuple[str, str, Finding]] = []
         for reader in versions:
-            if engine == "vLLM" and refused is not None:
-                note = f"it reads with transformers, and {refused}"
-                finding = Finding(engine, "read", None, "FAILED" if statement.plain else "not checked", note)
+            if engine == "vLLM" and (refused is not None or "rope_type" not in live):
+                note = (
+                    f"it reads with transformers, and {refused or 'its layers are of other kinds than are known here'}"
+                )
+                failed = refused is not None and statement.plain is not None
+                finding = Finding(engine, "read", None, "FAILED" if failed else "not checked", note)
             else:
                 finding = _read(reader, statement, stated, live)
             if rows and _same(rows[-1][2], finding):
@@ -244,17 +255,14 @@ def _compared(engine: str, mode: str, reading: Reading, stated: Rotation, *, is_
     return Finding(engine, mode, error, verdict, f"{'; '.join(differences)} (it runs {told})")
 
 
-def _proof(stated: Rotation | None, model: Any, no_model: str) -> Iterator[Finding]:
+def _proof(model: Any, no_model: str) -> Iterator[Finding]:
     if model is None:
         yield Finding(LIVE, "zero angles", None, "not checked", no_model)
         return
-    from longrope2.checking.live import prove
-    from longrope2.rotary import RescaledRotary, rotary_module
+    from longrope2.checking.live import prove_rotation
 
     try:
-        if isinstance(rotary_module(model), RescaledRotary) or stated is None:
-            return
-        prove(model, len(stated.short))
+        prove_rotation(model)
     except LongRopeError as error:
         yield Finding(LIVE, "zero angles", None, "WRONG", error.message)
     except Exception as error:  # whatever its forward raises with such a RoPE

@@ -1,6 +1,10 @@
-"""What the rotary module of a transformers model really does, read off the cos and sin that it returns."""
+"""What the rotary modules of a live transformers model do, read off what they return, and that nothing else rotates.
 
-from dataclasses import dataclass
+Knows no layout and no family: positions go in, cos and sin (or complex numbers) come out.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -8,80 +12,135 @@ from torch import Tensor, nn
 
 from longrope2.checking.rotation import Rotation
 from longrope2.errors import RotaryError
-from longrope2.factors import RescaleFactors
 from longrope2.families import FULL_ATTENTION
 from longrope2.models import empty_model
-from longrope2.rotary import RescaledRotary, rescaled, rotary_module
+from longrope2.rotary import RescaledRotary
 
 
-@dataclass(frozen=True)
-class Turns:
-    """What positions are turned by in one forward."""
+def rotary_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules that rotate text, ours among them; RotaryError where there is none."""
+    found: list[nn.Module] = []
 
-    frequencies: tuple[float, ...]
-    attention: float
+    def visit(parent: nn.Module) -> None:
+        for name, child in parent.named_children():
+            if isinstance(child, RescaledRotary) or type(child).__name__.endswith("RotaryEmbedding"):
+                found.append(child)
+            elif not any(part in name for part in ("vision", "visual", "audio")):
+                visit(child)
+
+    visit(model)
+    if not found:
+        raise RotaryError(f"{type(model).__name__} has no rotary module")
+    return found
+
+
+def bare_module(config: Any) -> nn.Module:
+    """The rotary module that transformers builds for a config, without the model's weights."""
+    kind: Any = type(rotary_modules(empty_model(config))[0])
+    return kind(config=config)
+
+
+def rounded_to(module: nn.Module) -> str:
+    """That a module's frequencies were rounded to 16 bits, as `model.to(dtype)` does it; empty where they were not."""
+    kinds = {value.dtype for name, value in module.named_buffers() if name.endswith("inv_freq")}
+    short = [str(kind).removeprefix("torch.") for kind in kinds if kind.itemsize < 4]
+    if not short:
+        return ""
+    return f"its frequencies were rounded to {short[0]}: load the model with dtype=, not with .to() or .half()"
 
 
 def measured(module: nn.Module, stated: Rotation) -> Rotation:
     """What a rotary module does below and above the stated switch, in the form of the oracle."""
     threshold = stated.switch or 1024
-    sides = [_turns(module, last, len(stated.short)) for last in (threshold - 1, _beyond(stated, threshold))]
+    # Dynamic NTK depends on the length; the oracle's `long` is at twice the window.
+    beyond = 2 * threshold - 1 if stated.rope_type == "dynamic" else threshold
+    (short, short_attention), (long, long_attention) = (
+        _turns(module, last, len(stated.short)) for last in (threshold - 1, beyond)
+    )
     return Rotation(
         rope_type=stated.rope_type,
         theta=stated.theta,
-        short=sides[0].frequencies,
-        long=sides[1].frequencies,
-        short_attention=sides[0].attention,
-        long_attention=sides[1].attention,
+        short=short,
+        long=long,
+        short_attention=short_attention,
+        long_attention=long_attention,
         switch=stated.switch,
     )
 
 
-def _beyond(stated: Rotation, threshold: int) -> int:
-    # Dynamic NTK depends on the length; the oracle's `long` is at twice the window.
-    return 2 * threshold - 1 if stated.rope_type == "dynamic" else threshold
-
-
 @torch.no_grad()
-def _turns(module: nn.Module, last: int, count: int) -> Turns:
-    """One forward whose last position is `last`: frequencies from position 1, where no angle has passed a half turn."""
+def _turns(module: nn.Module, last: int, count: int) -> tuple[tuple[float, ...], float]:
+    """Frequencies and attention factor of a forward that ends at `last`; no angle passes a half turn at position 1."""
     device = next((value.device for value in module.buffers()), torch.device("cpu"))
     positions = torch.tensor([[0, 1, last]], device=device)
     nested = not isinstance(module, RescaledRotary) and hasattr(module, f"{FULL_ATTENTION}_inv_freq")
+    if not (nested or isinstance(module, RescaledRotary) or hasattr(module, "inv_freq")):
+        raise RotaryError(f"{type(module).__name__} has frequencies for kinds of layers that are not known here")
     layer = {"layer_type": FULL_ATTENTION} if nested else {}
-    found: Any = module(torch.zeros(1, 3, 1, device=device), positions, **layer)
-    if not (isinstance(found, tuple) and len(found) == 2 and all(_is_table(each) for each in found)):
-        raise RotaryError(f"{type(module).__name__} returns no pair of cos and sin for each position")
-    cos, sin = (each[0, :2].double() for each in found)
-    attention, angles = float(cos[0, 0]), torch.atan2(sin[1], cos[1])
+    output = module(torch.zeros(1, 3, 1, device=device), positions, **layer)
+    turned = _as_complex(output)
+    if turned is None or turned.dim() != 3:
+        raise RotaryError(f"{type(module).__name__} returns neither cos and sin nor complex numbers for each position")
+    attention, angles = float(turned[0, 0, 0].abs()), turned[0, 1].angle()
     if angles.numel() == 2 * count:
         halves = torch.equal(angles[:count], angles[count:])
         angles = angles[:count] if halves else angles[::2]
-    return Turns(tuple(angles.tolist()), attention)
+    return tuple(angles.tolist()), attention
 
 
-def _is_table(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point() and value.dim() == 3
+def _as_complex(output: Any) -> Tensor | None:
+    """a·e^(i·angle) in float64, from what a rotary module returns."""
+    if isinstance(output, Tensor) and output.is_complex():
+        return output.to(torch.complex128)
+    if isinstance(output, tuple) and len(output) == 2 and all(isinstance(each, Tensor) for each in output):
+        return torch.complex(output[0].double(), output[1].double())
+    return None
 
 
-def bare_module(config: Any) -> nn.Module:
-    """The rotary module that transformers builds for a config, without the model's weights."""
-    module = rotary_module(empty_model(config))
-    kind: Any = type(module)
-    return kind(config=config)
+@contextmanager
+def angles_of_zero(model: nn.Module) -> Iterator[None]:
+    """Let every rotary module see position zero alone inside the block, where nothing turns."""
+
+    def still(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        zeroed = {name: value * 0 if name == "position_ids" else value for name, value in named.items()}
+        return (*given[:1], *(value * 0 if isinstance(value, Tensor) else value for value in given[1:])), zeroed
+
+    hooks = [module.register_forward_pre_hook(still, with_kwargs=True) for module in rotary_modules(model)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
-def prove(model: nn.Module, count: int) -> None:
-    """Raise RotaryError unless the module, of that many frequencies, is all that rotates: see `rescaled`."""
-    ones = (1.0,) * count
-    factors = RescaleFactors(
-        method="check",
-        rotary_dim=2 * count,
-        theta=10_000.0,
-        original_length=1,
-        target_length=1,
-        long=ones,
-        short=ones,
-    )
-    with rescaled(model, factors, long_rows=True):
-        pass
+@torch.no_grad()
+def prove_rotation(model: nn.Module) -> None:
+    """Raise RotaryError unless the rotary modules, and nothing else, tell the model where tokens are.
+
+    With angles of zero it must be blind to positions, and must differ from the model that rotates.
+    """
+    device = next(model.parameters()).device
+    tokens = torch.arange(1, 9, device=device)[None]
+    near = torch.arange(8, device=device)[None]
+
+    def logits(positions: Tensor) -> Tensor:
+        # An explicit mask: without one, gaps between positions would be read as document boundaries.
+        outputs: Any = model(
+            input_ids=tokens, position_ids=positions, attention_mask=torch.ones_like(tokens), use_cache=False
+        )
+        return outputs.logits.float()
+
+    was_training = model.training
+    model.eval()  # a trainer's own has dropout
+    try:
+        seeing = logits(near)
+        with angles_of_zero(model):
+            blind, spread = logits(near), logits(near * 5)
+    finally:
+        model.train(was_training)
+    if bool(blind.isnan().any()):
+        raise RotaryError("its logits are not numbers for eight plain tokens")
+    if torch.equal(blind, seeing):
+        raise RotaryError("with angles of zero its logits stay the same: its rotary module is never used")
+    if not torch.allclose(blind, spread, atol=1e-3 * float(blind.abs().max())):
+        raise RotaryError("with angles of zero it still tells positions apart: some layers rotate alone")

@@ -47,7 +47,13 @@ class Reader:
     """Whether a difference is a fault: others can be avoided by another version or engine."""
 
 
+def _refuse_proportional(statement: Statement) -> None:
+    if statement.kind == "proportional":
+        raise NotKnownError("what it does with proportional RoPE was not looked at")
+
+
 def _transformers_4(statement: Statement, yarn_factor: str, *, switches: bool) -> Reading:
+    _refuse_proportional(statement)
     config, section = statement.config, dict(statement.older)
     kind = str(section.get("rope_type") or section.get("type") or "default")
     top = config.get(ORIGINAL) or getattr(statement.plain, ORIGINAL, None)
@@ -148,6 +154,7 @@ def _mlx(statement: Statement, live: Live) -> Reading:
 
 def _llama_cpp(statement: Statement, live: Live) -> Reading:
     """The converter of llama.cpp, and llama.cpp with what that wrote."""
+    _refuse_proportional(statement)
     config, section = statement.config, dict(statement.newer or statement.older)
     if str(config.get("model_type")) == "gpt_oss" or "text_config" in config:
         raise NotKnownError("it has a converter of its own")

@@ -37,11 +37,11 @@ class Rotation:
     switch: int | None = None
     """The longest sequence that is rotated by `short`; None where all are rotated alike."""
 
-    def error(self, other: "Rotation") -> float:
-        """The largest relative difference in any frequency or attention factor."""
+    def error(self, other: "Rotation") -> float | None:
+        """The largest relative difference in any frequency or attention factor; None where their numbers differ."""
         mine, others = ((*each.short, *each.long, each.short_attention, each.long_attention) for each in (self, other))
         if len(mine) != len(others):
-            return math.inf
+            return None
         return max(_relative(one, two) for one, two in zip(mine, others, strict=True))
 
     def differences(self, other: "Rotation") -> list[str]:

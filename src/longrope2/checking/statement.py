@@ -145,7 +145,7 @@ def _read(config: Mapping[str, Any]) -> Statement:
         parameters={key: value for key, value in parameters.items() if value is not None},
         default_theta=default_theta,
         plain=plain,
-        head_dim=head_dim(plain) if plain is not None else _head_dim(config),
+        head_dim=_head_dim(config, plain),
         window=int(getattr(plain, "max_position_embeddings", None) or config.get("max_position_embeddings") or 2048),
     )
 
@@ -312,7 +312,11 @@ def _type(section: Mapping[str, Any]) -> str | None:
     return str(found) if found else ("default" if section else None)
 
 
-def _head_dim(config: Mapping[str, Any]) -> int:
+def _head_dim(config: Mapping[str, Any], plain: Any) -> int:
+    """The size of a head in the full-attention layers; Gemma 4 has another one in the others."""
+    if plain is not None:
+        varies = getattr(plain, "is_heterogeneous", False)
+        return head_dim(plain.per_layer_config[FULL_ATTENTION] if varies else plain)
     return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
 
 
