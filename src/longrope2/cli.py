@@ -433,8 +433,8 @@ def export(model: str, output: Path, factors: Path | None, **options: Any) -> No
 def verify(context: click.Context, /, exported: Path, as_json: bool, **options: Any) -> None:
     """Run an export in each engine and compare with our own forward.
 
-    Below and above the original window. EXPORTED is a folder or a .gguf file. The exit code is 1 if an engine
-    answers wrongly.
+    Below and above the original window. EXPORTED is a folder or a .gguf file, also one that others extended with
+    longrope, yarn, llama3 or linear scaling. The exit code is 1 if an engine answers wrongly.
     """
     from longrope2.export.verify import verify
 

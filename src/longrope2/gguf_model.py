@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from longrope2.errors import ModelError, damage, require
 from longrope2.factors import RescaleFactors
 from longrope2.files import parse_json
+from longrope2.methods import yarn_temperature
 
 if TYPE_CHECKING:
     import numpy as np
@@ -388,6 +389,9 @@ class GGUFModel:
             }
         elif scaling in ("linear", "yarn"):
             parameters |= {"rope_type": scaling, "factor": float(self._required("rope.scaling.factor"))}
+            if scaling == "yarn":  # llama.cpp multiplies YaRN's own temperature by it; measured with xllamacpp
+                ratio = float(self.value("rope.scaling.attn_factor", 1.0))
+                parameters["attention_factor"] = ratio * yarn_temperature(max(parameters["factor"], 1.0))
             if original:
                 parameters["original_max_position_embeddings"] = original
         return parameters

@@ -31,3 +31,33 @@ LLAMA3 = {
 }  # fmt: skip
 LONG = [1.0 + i for i in range(PAIRS)]
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * PAIRS, "long_factor": LONG}
+
+
+def write_gguf_like(
+    source: Path, place: Path, scaling: dict[str, Any], tensors: dict[str, Any], *, window: int | None = None
+) -> Path:
+    """A GGUF file of LLaMA architecture with the weights of an export, but without our keys, and another scaling."""
+    import gguf
+
+    reader, writer = gguf.GGUFReader(source), gguf.GGUFWriter(place, "llama")
+    for name, field in reader.fields.items():
+        if name.startswith(("GGUF.", "longrope2.", "llama.rope.scaling.")) or name == "general.architecture":
+            continue
+        value = window if window and name == "llama.context_length" else field.contents()
+        if field.types[0] == gguf.GGUFValueType.ARRAY:
+            writer.add_array(name, value)
+        else:
+            writer.add_key_value(name, value, field.types[0])
+    kinds = {str: gguf.GGUFValueType.STRING, float: gguf.GGUFValueType.FLOAT32, int: gguf.GGUFValueType.UINT32}
+    for name, value in scaling.items():
+        writer.add_key_value(f"llama.rope.scaling.{name}", value, kinds[type(value)])
+    for tensor in reader.tensors:
+        if not tensor.name.startswith("rope_"):
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    for name, value in tensors.items():
+        writer.add_tensor(name, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return place

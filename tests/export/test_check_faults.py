@@ -4,9 +4,10 @@ import json
 import re
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
-from check_samples import LLAMA3, LONG, LONGROPE, PAIRS, YARN, config, write
+from check_samples import LLAMA3, LONG, LONGROPE, PAIRS, YARN, config, write, write_gguf_like
 from click.testing import CliRunner
 from export_samples import tiny_factors
 
@@ -222,23 +223,12 @@ def test_a_model_whose_frequencies_were_rounded():
 
 
 def test_a_gguf_file_that_is_scaled_twice(tmp_path):
-    import gguf
-
-    path = export_model("tiny", tmp_path / "e.gguf", factors=tiny_factors(), format="gguf")
-    reader, spoilt = gguf.GGUFReader(path), tmp_path / "twice.gguf"
-    writer = gguf.GGUFWriter(spoilt, "llama")
-    for name, field in reader.fields.items():
-        if not name.startswith("GGUF.") and name != "general.architecture":
-            add = writer.add_array if field.types[0] == gguf.GGUFValueType.ARRAY else None
-            add(name, field.contents()) if add else writer.add_key_value(name, field.contents(), field.types[0])
-    writer.add_rope_scaling_factor(4.0)
-    for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    (wrong,) = check(spoilt).wrong
+    source = export_model("tiny", tmp_path / "e.gguf", factors=tiny_factors(), format="gguf")
+    scaling = {"type": "longrope", "original_context_length": 256, "attn_factor": 1.0}
+    lists = {f"rope_factors_{side}.weight": np.linspace(1, 4, 32, dtype=np.float32) for side in ("long", "short")}
+    assert check(write_gguf_like(source, tmp_path / "once.gguf", scaling, lists, window=1024)).wrong == []
+    twice = write_gguf_like(source, tmp_path / "twice.gguf", {**scaling, "factor": 4.0}, lists, window=1024)
+    (wrong,) = check(twice).wrong
     assert "rope.scaling.factor = 4" in wrong.note
     assert "scaled twice" in wrong.note
 

@@ -13,12 +13,17 @@ from longrope2.export.engines import forced_temperature
 from longrope2.export.gguf import GGUFExport
 from longrope2.export.huggingface import is_exported_folder, serving_config
 from longrope2.factors import RescaleFactors
-from longrope2.families import accept_mscales, read_config
+from longrope2.families import FULL_ATTENTION, RopeReading, accept_mscales, read_config
 from longrope2.generation.saved import FACTORS_FILE, read_factors, read_switch_length
+from longrope2.gguf_model import FACTORS_KEY, open_gguf, read_gguf
 from longrope2.models import json_object, live_config, load_folder
 from longrope2.rotary import rescaled
 
-GIVE_EXPORT = "give an exported folder or a .gguf file; `longrope2 export` writes them"
+GIVE_EXPORT = (
+    "give a folder or a .gguf file with longrope, yarn, llama3 or linear scaling; `longrope2 export` writes them"
+)
+ONE_ROPE = ("yarn", "llama3", "linear")
+"""Rescalings by a formula, the same for sequences of every length."""
 SAME = 1e-3
 """Log-probabilities this near each other are those of the same computation."""
 
@@ -33,12 +38,51 @@ class Answer:
     logprobs: Mapping[int, float]
 
 
+def carried_factors(reading: RopeReading) -> RescaleFactors:
+    """The factors that a config carries: its lists, or what its formula amounts to; else FactorsError."""
+    rescaled = reading.rescaled
+    if rescaled is None or rescaled.method not in ONE_ROPE:
+        return read_factors(reading)
+    original = reading.rope.original_length
+    # Some leave the window as it was before: the factor says how far it goes.
+    target = max(reading.window, round(original * max(rescaled.factors)))
+    return RescaleFactors(
+        method=rescaled.method,
+        rotary_dim=reading.rope.rotary_dim,
+        theta=reading.rope.theta,
+        original_length=original,
+        target_length=target,
+        long=rescaled.factors,
+        short=rescaled.factors,
+        long_attention_factor=rescaled.attention_factor,
+        short_attention_factor=rescaled.attention_factor,
+    )
+
+
+class GGUFOfOthers:
+    """A GGUF file that is no export of ours, with the same three values and model."""
+
+    def __init__(self, path: Path) -> None:
+        from transformers import LlamaConfig
+
+        self._file = open_gguf(path)
+        values = self._file.config()
+        self.factors = carried_factors(read_config(values))
+        self.config = LlamaConfig(**values)
+        self.is_rounded = any(tensor.tensor_type.name != "F32" for tensor in read_gguf(path).tensors)
+
+    def model(self) -> Any:
+        """The model in float32."""
+        return self._file.model(dtype=torch.float32)
+
+
 class Reference:
     """An exported model through our own eyes; its weights are loaded when they are first needed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.written: dict[str, Any] | None = None
+        self._file: GGUFExport | GGUFOfOthers
         """A folder's config.json, as it is."""
         self.expected: dict[str, Any] | None = None
         """What an export would have written there; None for folders made by other means."""
@@ -51,7 +95,8 @@ class Reference:
         if not path.exists():
             raise ModelError(f"{path}: no such file or folder", hint=GIVE_EXPORT)
         if path.suffix == ".gguf":
-            self._file = GGUFExport(path)
+            ours = read_gguf(path).get_field(FACTORS_KEY) is not None
+            self._file = GGUFExport(path) if ours else GGUFOfOthers(path)
             self.config, self.factors, self.is_rounded = self._file.config, self._file.factors, self._file.is_rounded
         elif path.is_dir():
             self._read_folder()
@@ -65,13 +110,19 @@ class Reference:
             raise ModelError(f"{file}: not the config of a model", hint=GIVE_EXPORT)
         self.written = written
         try:
-            self.factors = RescaleFactors.load(own) if own.is_file() else read_factors(read_config(written))
+            self.factors = RescaleFactors.load(own) if own.is_file() else carried_factors(read_config(written))
         except FactorsError as error:
             raise FactorsError(error.message, hint=GIVE_EXPORT) from error
         self.recorded_switch_length = read_switch_length(written)
         if is_exported_folder(self.path):
             self.expected = serving_config(written, self.factors, dtype="float32")
         self.config = live_config(self.expected or written)
+
+    @property
+    def by_formula(self) -> bool:
+        """Whether its config has a formula, rather than factors as engines read them."""
+        parameters = self.config.rope_parameters or {}
+        return parameters.get(FULL_ATTENTION, parameters).get("rope_type") in ONE_ROPE
 
     @property
     def switch_length(self) -> int:

@@ -66,6 +66,8 @@ class Verification:
     path: Path
     factors: RescaleFactors
     findings: tuple[Finding, ...]
+    by_formula: bool = False
+    """Whether the config has yarn, llama3 or linear scaling in place of factors."""
 
     @property
     def wrong(self) -> list[Finding]:
@@ -75,8 +77,9 @@ class Verification:
     def table(self) -> Table:
         """One row for each engine and mode, and the notes below."""
         factors = self.factors
+        kind = factors.method if self.by_formula else profile_of(factors)
         title = (
-            f"{self.path}: {profile_of(factors)}, {factors.original_length:,} → {factors.target_length:,} tokens; "
+            f"{self.path}: {kind}, {factors.original_length:,} → {factors.target_length:,} tokens; "
             "largest difference of log-probability from our own forward"
         )
         return findings_table(title, self.findings)
@@ -90,7 +93,7 @@ def verify(path: Path, config: VerifyConfig) -> Verification:
     found = list(_config_finding(reference))
     for run in runs:
         found += run if isinstance(run, list) else _judge(reference, run)
-    return Verification(path, reference.factors, tuple(found))
+    return Verification(path, reference.factors, tuple(found), reference.by_formula)
 
 
 def _chosen(path: Path, engines: Sequence[str]) -> Iterator[tuple[str, str | None]]:
@@ -318,7 +321,7 @@ def _explanation(reference: Reference, engine: ServingEngine, answer: Answer) ->
     """What the engine seems to have run instead."""
     errors = reference.errors_of_faults(answer)
     nearest = min(errors, key=lambda name: errors[name])
-    fault = engine.fault(reference.factors, reference.config.model_type)
+    fault = None if reference.by_formula else engine.fault(reference.factors, reference.config.model_type)
     causes = [f"nearest to {nearest} (error {errors[nearest]:.1e})", fault]
     return "; ".join(cause for cause in causes if cause)
 
