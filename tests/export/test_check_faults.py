@@ -40,6 +40,9 @@ FAULTS = {
         config(rope_scaling={**YARN, "type": "linear"}), "config.json, rope_type", "type 'linear' and rope_type 'yarn'",
     ),
     "an unknown type": (config(rope_scaling={"rope_type": "ntk", "factor": 2.0}), "config.json, rope_type", "'ntk'"),
+    "a number as text": (
+        config(rope_scaling={**YARN, "factor": "4"}), "config.json, factor", "must be a number above 0, got '4'",
+    ),
     # NVIDIA-NeMo/Automodel 2652, ROCm/aiter 4742
     "YaRN without its original window": (
         config(rope_scaling={"rope_type": "yarn", "factor": 4.0}), "config.json, original_max",

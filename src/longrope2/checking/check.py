@@ -20,8 +20,8 @@ from longrope2.checking.statement import (
     reason_of,
 )
 from longrope2.console import say
-from longrope2.errors import LongRopeError, ModelError
-from longrope2.families import FULL_ATTENTION, accept_mscales
+from longrope2.errors import LongRopeError, ModelError, damage
+from longrope2.families import COPY_AGAIN, FULL_ATTENTION, accept_mscales
 from longrope2.generation.saved import write_factors
 from longrope2.gguf_model import open_gguf
 from longrope2.models import ModelInfo, describe, live_config, load_folder, pretrained_source, raw_config
@@ -123,6 +123,11 @@ def _loaded(name: str, location: str) -> Any:
 def _report(
     name: str, statement: Statement, *, model: Any = None, no_model: str = "", gguf: str | None = None
 ) -> CheckReport:
+    with damage(f"{name}: its config is not usable", hint=COPY_AGAIN):
+        return _held_against(name, statement, model, no_model, gguf)
+
+
+def _held_against(name: str, statement: Statement, model: Any, no_model: str, gguf: str | None) -> CheckReport:
     stated = statement.rotation()
     found = [*faults(statement), *(_faults_of_file(Path(gguf), statement) if gguf else ())]
     live, refused = _live_parameters(statement, model)

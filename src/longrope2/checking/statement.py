@@ -16,6 +16,10 @@ OLDER, NEWER = "rope_scaling", "rope_parameters"
 THETA_KEYS = ("rope_theta", "rotary_emb_base")
 ALIASES = {"su": "longrope", "mrope": "default"}
 CONFIG = "config.json"
+NUMBERS = (
+    "rope_theta", "factor", ORIGINAL, "attention_factor", "low_freq_factor", "high_freq_factor", "beta_fast",
+    "beta_slow", "partial_rotary_factor", "short_mscale", "long_mscale",
+)  # fmt: skip
 LLAMA3_WINDOW = 8192
 """The original window of every llama3 config that Meta has released; llama.cpp and mlx-lm assume it."""
 
@@ -59,6 +63,8 @@ class Statement:
 
     def rotation(self) -> Rotation | None:
         """What the config asks for; None where it asks for nothing that could be computed."""
+        if any(_faults_of_values(self)):
+            return None
         try:
             return rotation(self.completed(), head_dim=self.head_dim, window=self.window)
         except (KeyError, TypeError, ValueError, OverflowError, LongRopeError):
@@ -152,11 +158,23 @@ def _read(config: Mapping[str, Any]) -> Statement:
 
 def faults(statement: Statement) -> Iterator[Finding]:
     """What is wrong with the keys themselves."""
+    if wrong := list(_faults_of_values(statement)):
+        yield from wrong
+        return  # what they mean together is not to be known
     yield from _faults_of_type(statement)
     yield from _faults_of_base(statement)
     yield from _faults_of_lists(statement)
     yield from _faults_of_windows(statement)
     yield from _faults_of_attention_span(statement)
+
+
+def _faults_of_values(statement: Statement) -> Iterator[Finding]:
+    sections = {"the top level": statement.config, OLDER: statement.older, NEWER: statement.newer}
+    for place, section in sections.items():
+        for key in NUMBERS:
+            value = section.get(key)
+            if value is not None and (not isinstance(value, int | float) or isinstance(value, bool) or value <= 0):
+                yield _fault(key, f"{key} in {place} must be a number above 0, got {value!r:.40}")
 
 
 def _faults_of_type(statement: Statement) -> Iterator[Finding]:
