@@ -4,7 +4,7 @@ import copy
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -220,16 +220,11 @@ def _readings(
                 rows.append((reader.first, reader.last, finding))
         for first, last, finding in rows:
             span = first if first == last else f"{first} to {last}"
-            yield Finding(f"{engine} {span}".strip(), *finding_tail(finding))
-
-
-def finding_tail(finding: Finding) -> tuple[Any, ...]:
-    """All but the engine."""
-    return finding.mode, finding.max_error, finding.verdict, finding.note
+            yield replace(finding, engine=f"{engine} {span}".strip())
 
 
 def _same(one: Finding, two: Finding) -> bool:
-    return (one.verdict == two.verdict or {one.verdict, two.verdict} <= {"WRONG", "FAILED"}) and one.note == two.note
+    return one.note == two.note and one.is_wrong == two.is_wrong
 
 
 def _read(reader: Reader, statement: Statement, stated: Rotation, live: Mapping[str, Any]) -> Finding:
