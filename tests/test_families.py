@@ -265,6 +265,7 @@ class TestPublishedConfigs:
         (SMALL | {"model_type": "llama", "num_hidden_layers": "two"}, "num_hidden_layers must be a positive"),
         ({"model_type": "llama"}, "num_hidden_layers must be a positive integer, got None"),
         (SMALL | {"model_type": "llama", "rope_theta": -5}, "theta must be"),
+        (SMALL | {"model_type": "llama", "rope_theta": False}, "theta must be"),
         (SMALL | {"model_type": "llama", "rope_scaling": 3}, "rope_parameters must be an object"),
         (SMALL | {"model_type": "llama", "rope_scaling": {"rope_type": "odd", "factor": 2}}, "'odd'"),
         (SMALL | {"model_type": "llama", "rope_scaling": {"rope_type": "odd"}}, "'odd' is not known here"),

