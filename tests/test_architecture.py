@@ -15,9 +15,9 @@ PACKAGE = Path(longrope2.__file__).parent
 # A module may import only those listed before it. docs/architecture.md says what each one is for.
 ORDER = [
     "errors", "chat", "options", "intervals", "files", "records", "malloc", "runfolder", "journal", "console",
-    "distributed", "interrupts", "rope", "factors", "methods", "families", "gguf_model", "models", "collection",
-    "inspection", "figures", "rotary", "generation", "serving", "kernels", "attention", "books", "codec", "needles",
-    "perplexity", "calibration", "search", "data", "training", "evaluation", "export", "checking", "ledger",
+    "tracking", "distributed", "interrupts", "rope", "factors", "methods", "families", "gguf_model", "models",
+    "collection", "inspection", "figures", "rotary", "generation", "serving", "kernels", "attention", "books", "codec",
+    "needles", "perplexity", "calibration", "search", "data", "training", "evaluation", "export", "checking", "ledger",
     "report", "watching", "pipeline", "keywords", "api", "command_options", "cli", "reference",
 ]  # fmt: skip
 

@@ -3,6 +3,7 @@
 import ast
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -173,6 +174,24 @@ def test_the_wheel_holds_the_package_and_nothing_else(built):
             "METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE"
         }  # fmt: skip
         assert [name for name in names if MACHINE_PATH.search(archive.read(name))] == []
+
+
+@pytest.mark.slow
+def test_what_the_dockerfile_copies_is_enough_to_build(built, tmp_path):
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    for line in lines:
+        if line.startswith("COPY "):
+            *sources, _ = line.removeprefix("COPY ").split()
+            for source in sources:
+                place = ROOT / source
+                (shutil.copytree if place.is_dir() else shutil.copy)(place, tmp_path / source)
+    command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path / "dist")]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    with ZipFile(wheel) as ours, ZipFile(built[0]) as whole:
+        assert sorted(ours.namelist()) == sorted(whole.namelist())
+    (install,) = [line for line in lines if "/opt/longrope2[" in line]
+    assert set(re.search(r"\[(.*)\]", install)[1].split(",")) == EXTRAS.keys() - {"dev", "vllm"}
 
 
 @pytest.mark.slow

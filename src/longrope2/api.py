@@ -42,6 +42,7 @@ def search_factors(
     output: str | Path | None = None,
     *,
     extend_again: bool = False,
+    wandb: str | None = None,
     **options: Unpack[SearchOptions],
 ) -> RescaleFactors:
     """Search the critical dimension and the factors by needle perplexity.
@@ -53,7 +54,7 @@ def search_factors(
     info = model if isinstance(model, ModelInfo) else describe(model)
     config = search_config(target_length=target_length, **options)
     with world() as here:
-        return run_search(info, config, _path(output), here, extend_again=extend_again).factors
+        return run_search(info, config, _path(output), here, extend_again=extend_again, wandb=wandb).factors
 
 
 def train(

@@ -36,6 +36,7 @@ from longrope2.command_options import (
     original_option,
     switch_length_option,
     taken,
+    wandb_option,
 )
 from longrope2.console import alarm, say, show_json, show_table, warn
 from longrope2.data.config import Mix, RecallConfig
@@ -169,9 +170,16 @@ def collection(as_json: bool) -> None:
 @options_of(SearchConfig)
 @original_option
 @again_option
+@wandb_option
 @json_option
 def search(
-    model: str, output: Path, original_length: int | None, extend_again: bool, as_json: bool, **options: Any
+    model: str,
+    output: Path,
+    original_length: int | None,
+    extend_again: bool,
+    wandb: str | None,
+    as_json: bool,
+    **options: Any,
 ) -> None:
     """Search the critical dimension and factors by needle perplexity.
 
@@ -184,7 +192,7 @@ def search(
         from longrope2.search.run import run_search
 
         info, config = describe(model, original_length=original_length), search_config(**options)
-        found = run_search(info, config, output, here, extend_again=extend_again)
+        found = run_search(info, config, output, here, extend_again=extend_again, wandb=wandb)
     if here.is_main:
         _show(found.record, search_table(output, *found), as_json=as_json)
 
@@ -312,7 +320,7 @@ def recall(model: str, output: Path, **options: Any) -> None:
 @option("-o", "--output", type=FOLDER, help="For checkpoints, the log and model/.")
 @options_of(TrainConfig)
 @option("--cache", type=FOLDER, help="Where `data plan` keeps its tokens; default: the same as there.")
-@option("--wandb", metavar="PROJECT", help="Also log to Weights & Biases.")
+@wandb_option
 @option("--estimate", is_flag=True, help="Only print the memory and time it would take.")
 @options_of(EstimateConfig)
 @original_option
@@ -499,6 +507,7 @@ def _show_recipe(context: click.Context, _: click.Parameter, name: str | None) -
 @corpus_option
 @original_option
 @again_option
+@wandb_option
 @option("--dry-run", is_flag=True, help="Print what would be done, with time, memory and disk.")
 @option("--gpu", type=Choice(["h200", "h100", "a100"]), help="With --dry-run: the machine; default: this one.")
 @option(

@@ -93,6 +93,7 @@ again_option = option("--extend-again", is_flag=True, help="Accept a model that 
 corpus_option = option(
     "--cache", type=FOLDER, help="Where tokenised sources are kept.  [default: ~/.cache/longrope2/corpus]"
 )
+wandb_option = option("--wandb", metavar="PROJECT", help="Also log to Weights & Biases.")
 json_option = option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 
 

@@ -13,12 +13,14 @@ from dataclasses import replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from filelock import FileLock
 
+import longrope2
 from longrope2.books import read_books
 from longrope2.cli import main
 from longrope2.distributed import World, world
@@ -197,6 +199,23 @@ def perplexity_by_full_logits(model, documents) -> float:
 
 
 # What a search leaves behind
+
+
+def test_weights_and_biases_when_asked(tiny, tmp_path, monkeypatch):
+    small = SearchConfig(target_length=TARGET, documents=1, held_out=0, evolution=EvolutionConfig(**SCHEDULE))
+    with pytest.raises(LongRopeError, match="pip install wandb"):
+        search(tiny, small, tmp_path / "missing", ALONE, wandb="project")
+    logged, given = [], {}
+    run = SimpleNamespace(log=lambda values, step: logged.append((step, values)), finish=lambda: logged.append("end"))
+    fake = SimpleNamespace(init=lambda **options: given.update(options) or run)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    search(tiny, small, tmp_path / "run", ALONE, wandb="project")
+    assert (given["project"], given["resume"], given["config"]["target_length"]) == ("project", "allow", TARGET)
+    assert [entry[0] for entry in logged[:-1]] == [0, 1, 2]
+    assert logged[0][1].keys() == {"search/perplexity", "search/critical_dimension", "search/evaluations"}
+    assert logged[-1] == "end"
+    with pytest.raises(LongRopeError, match="needs a folder"):
+        longrope2.search_factors("tiny", TARGET, wandb="project")
 
 
 def test_a_search_writes_factors_history_summary_and_figures(reference, tiny):

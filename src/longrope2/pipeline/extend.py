@@ -36,6 +36,7 @@ def extend(
     cache: str | Path | None = None,
     original_length: int | None = None,
     extend_again: bool = False,
+    wandb: str | None = None,
 ) -> dict[str, Any]:
     """Take a model from its window to a longer one, into the folder `output`; returns what was measured.
 
@@ -49,6 +50,7 @@ def extend(
         config=config,
         stages=stages,
         cache=None if cache is None else Path(cache),
+        wandb=wandb,
         target_length=None if target_length is None else length_of(target_length),
         original_length=original_length,
         extend_again=extend_again,
@@ -107,6 +109,7 @@ class Extension:
         config: str | Path | None,
         stages: Sequence[str],
         cache: Path | None,
+        wandb: str | None = None,
         **given: Any,
     ) -> None:
         self.folder = folder
@@ -119,7 +122,7 @@ class Extension:
         if not recipe.evaluate:
             measured = default_evaluations(info.rope.original_length, recipe.target_length)
             recipe = replace(recipe, evaluate=measured)
-        self.setting = Setting(folder=folder, recipe=recipe, info=info, cache=cache)
+        self.setting = Setting(folder=folder, recipe=recipe, info=info, cache=cache, wandb=wandb)
         self._wanted = chosen("stage", stages, STAGES) or self._all_stages(recipe)
         check_recipe(self.setting, self._wanted)
         # What earlier runs have done belongs to this one, too.

@@ -56,6 +56,8 @@ class Setting:
     info: ModelInfo
     cache: Path | None
     """Where tokenised sources are kept."""
+    wandb: str | None = None
+    """The project in Weights & Biases that search and training are also logged to."""
     results: dict[str, Any] = field(default_factory=dict)
     """What steps of this session returned, by name; the results of earlier ones are in the folder."""
 
@@ -166,7 +168,9 @@ def _search(setting: Setting, _: Sequence[Step]) -> Iterator[Step]:
         name="search",
         options=by_content(identity(config), "books"),
         outputs=(ledger.FACTORS, ledger.SEARCH),
-        work=partial(run_search, setting.info, config, setting.folder / "search", extend_again=again),
+        work=partial(
+            run_search, setting.info, config, setting.folder / "search", extend_again=again, wandb=setting.wandb
+        ),
         together=True,
     )
 
@@ -285,6 +289,7 @@ def _trained(setting: Setting, here: World) -> TrainingRecord:
         plan=setting.plan,
         original_length=setting.recipe.original_length,
         cache=setting.cache,
+        wandb=setting.wandb,
     )
 
 

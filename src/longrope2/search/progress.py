@@ -1,6 +1,4 @@
-"""What a search says while it runs: a line for people, its time in the journal, TensorBoard."""
-
-from pathlib import Path
+"""What a search says while it runs: a line for people, its time in the journal, and what `tracking.py` hands on."""
 
 from longrope2.console import ProgressLine, say, warn
 from longrope2.search.config import SearchConfig
@@ -8,6 +6,7 @@ from longrope2.search.evolution import Progress
 from longrope2.search.journal import Journal
 from longrope2.search.racing import LEFT_BY_RACING
 from longrope2.search.record import perplexity, shown
+from longrope2.tracking import Tracking
 
 LOG_SECONDS = 60.0
 """Between lines in a log; a document of 128k tokens takes an 8B model ten seconds."""
@@ -17,7 +16,7 @@ class Reporter:
     """Reports each iteration, and what is scored meanwhile; for the main process of a search."""
 
     def __init__(
-        self, config: SearchConfig, num_stages: int, chance: float | None, output: Path | None, journal: Journal
+        self, config: SearchConfig, num_stages: int, chance: float | None, journal: Journal, tracking: Tracking | None
     ) -> None:
         schedule = config.evolution
         self._line = ProgressLine(num_stages * (schedule.iterations + 1), "search", log_every=LOG_SECONDS)
@@ -27,14 +26,9 @@ class Reporter:
         self._stage = self._length = self._tokens = self._iteration = self._scored = 0
         self._evaluations = 0
         self._guessing = False
-        self._events = None
-        if output is not None:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-
-                self._events = SummaryWriter(str(output / "tensorboard"))
-            except ImportError:
-                pass
+        self._tracking = tracking
+        if tracking is not None:
+            tracking.begin(0)
 
     def begin(self, stage: int, length: int, tokens: int) -> None:
         """A stage starts, on documents of `length` tokens, of which `tokens` are scored in all."""
@@ -75,11 +69,13 @@ class Reporter:
             always=True,
         )
         self._compare_with_chance(value)
-        if self._events is not None and value is not None:
-            self._events.add_scalar("search/perplexity", value, done - 1)
-            self._events.add_scalar("search/critical_dimension", progress.best.critical_dimension, done - 1)
-            self._events.add_scalar("search/evaluations", progress.evaluations, done - 1)
-            self._events.flush()
+        if self._tracking is not None and value is not None:
+            found = {
+                "perplexity": value,
+                "critical_dimension": progress.best.critical_dimension,
+                "evaluations": progress.evaluations,
+            }
+            self._tracking.log({f"search/{name}": number for name, number in found.items()}, done - 1)
 
     def _compare_with_chance(self, value: float | None) -> None:
         """Say where no candidate does better than guessing, and where that ends."""

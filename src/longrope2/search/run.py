@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -40,6 +40,7 @@ from longrope2.search.journal import Journal
 from longrope2.search.progress import Reporter
 from longrope2.search.record import RECORD, iterations, measurement, write_search
 from longrope2.search.space import Genome, SearchSpace
+from longrope2.tracking import Tracking
 
 HISTORY = "history.jsonl"
 # TensorBoard's folder, too: it stays when a damaged journal was removed, as the message asks for.
@@ -89,6 +90,7 @@ def search(
     here: World,
     *,
     compare_with: Sequence[str] = CLOSED_FORMS,
+    wandb: str | None = None,
 ) -> Searched:
     """Run or resume a search; writes into `output`, on the main process, unless it is None."""
     check(config, loaded.info.rope)
@@ -110,7 +112,10 @@ def search(
         return vars(measurement(scores_of(genome, indices), sum(_keys(documents[index]) for index in indices)))
 
     try:
-        with run_folder(own).alone(), closing(Journal(own and own / HISTORY, header)) as journal:
+        with ExitStack() as stack, run_folder(own).alone(), closing(Journal(own and own / HISTORY, header)) as journal:
+            tracking = None
+            if own is not None:
+                tracking = stack.enter_context(closing(Tracking(own, wandb=wandb, settings=header["config"])))
             journal.known = here.gather(journal.known)[0]
             if journal.resumed:
                 say_here(f"resuming: {journal.resumed:,} evaluations found in {output}")
@@ -118,7 +123,7 @@ def search(
                 # The whole first group: processes that share a model can only run it together.
                 window = _try_own_window(loaded, config, scorer, baseline, here) if here.rank == 0 else []
             with scoring(loaded.model, baseline, objective=config.objective, compiled=config.compiled) as scorer:
-                reporter = Reporter(config, len(stages), chance, output, journal) if here.is_main else None
+                reporter = Reporter(config, len(stages), chance, journal, tracking) if here.is_main else None
                 evaluate = _evaluator(
                     scorer, last.space, documents, journal, here, scored=reporter.scored if reporter else quiet
                 )
@@ -245,15 +250,23 @@ def _run_stages(
 
 
 def run_search(
-    info: ModelInfo, config: SearchConfig, output: Path | None, here: World, *, extend_again: bool
+    info: ModelInfo,
+    config: SearchConfig,
+    output: Path | None,
+    here: World,
+    *,
+    extend_again: bool,
+    wandb: str | None = None,
 ) -> Searched:
     """Check everything, then load the model and search, into `output` unless it is None."""
+    if wandb and output is None:
+        raise LongRopeError("wandb needs a folder for the search", hint="give one as `output`")
     info.refuse_rescaled(extend_again=extend_again)
     check(config, info.rope)  # before an 8B model is loaded for nothing
     here = here.groups_of(config.tensor_parallel)
     run_folder(output if here.is_main else None).check()
     loaded = load(info, device=here.device(), tensor_parallel=config.tensor_parallel)
-    return search(loaded, config, output, here)
+    return search(loaded, config, output, here, wandb=wandb)
 
 
 def _space(config: SearchConfig, baseline: RescaleFactors, length: int) -> SearchSpace:

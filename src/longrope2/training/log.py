@@ -1,6 +1,5 @@
 """What a run leaves for readers: a line of log.jsonl for each step, and training.json. Readers need no torch."""
 
-import hashlib
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -8,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longrope2.console import ProgressLine, say
-from longrope2.errors import MissingExtraError
 from longrope2.files import is_sealed, naming, open_to_append, sealed_line, unsealed, write_text
 from longrope2.records import NeedleLine, RecordError, StepLine, Table, TrainingRecord, TrainingSettings, as_json, parse
+from longrope2.tracking import Tracking
 from longrope2.training.config import ResolvedConfig
 
 if TYPE_CHECKING:
@@ -103,17 +102,16 @@ class StepReporter:
         wandb: str | None = None,
         settings: TrainingSettings,
     ) -> None:
-        self._output, self._config, self._device = output, config, device
+        self._config, self._device = config, device
         self._step_flops, self._peak_flops = step_flops, peak_flops
         self._log = LogFile(output / LOG)
-        self._wandb = _wandb_run(wandb, output, settings) if wandb else None
-        self._events: Any = None
+        self._tracking = Tracking(output, wandb=wandb, settings=settings.to_json())
 
     def started(self, step: int) -> None:
         """A run begins, or goes on after `step` steps: whatever was logged later has not happened."""
         self._first = step
         self._log.open_after(step)
-        self._events = _summary_writer(self._output / "tensorboard", step)
+        self._tracking.begin(step + 1)
         self._line = ProgressLine(max(self._config.steps - step, 1), "train")
 
     def step(self, result: "StepResult") -> None:
@@ -162,19 +160,11 @@ class StepReporter:
     def close(self) -> None:
         """Close files."""
         self._log.close()
-        if self._events is not None:
-            self._events.close()
-        if self._wandb is not None:
-            self._wandb.finish()
+        self._tracking.close()
 
     def _write(self, line: LogLine, scalars: Mapping[str, float]) -> None:
         self._log.write(line)
-        if self._events is not None:
-            for name, value in scalars.items():
-                self._events.add_scalar(name, value, line.step)
-            self._events.flush()
-        if self._wandb is not None:
-            self._wandb.log(dict(scalars), step=line.step)
+        self._tracking.log(scalars, line.step)
 
 
 def _line(line: LogLine) -> str:
@@ -191,25 +181,3 @@ def _sentence(line: StepLine) -> str:
     if line.memory_gib is not None:
         parts.append(f"{line.memory_gib:.1f} GiB")
     return ", ".join(parts)
-
-
-def _summary_writer(folder: Path, step: int) -> Any:
-    """TensorBoard events, where that is installed; those of later steps are taken back."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        return None
-    return SummaryWriter(str(folder), purge_step=step + 1)
-
-
-def _wandb_run(project: str, output: Path, settings: TrainingSettings) -> Any:
-    try:
-        import wandb
-    except ImportError as error:
-        raise MissingExtraError(
-            "--wandb needs the package 'wandb', which is not installed", hint="pip install wandb"
-        ) from error
-    # The same id every time, so that a run that goes on stays one run there.
-    place = hashlib.sha256(str(output.resolve()).encode()).hexdigest()[:8]
-    name = f"{output.name}-{place}"
-    return wandb.init(project=project, id=name, name=name, resume="allow", dir=str(output), config=settings.to_json())
