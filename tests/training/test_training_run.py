@@ -24,6 +24,7 @@ from longrope2.models import describe, rescale_model, skeleton
 from longrope2.perplexity import Score
 from longrope2.records import NeedleLine, StepLine, TrainingRecord, as_json
 from longrope2.rotary import rescaled
+from longrope2.tracking import Tracking
 from longrope2.training.config import TrainConfig
 from longrope2.training.estimate import known_gpu, shape_of
 from longrope2.training.log import LogFile, StepReporter, read_log, training_table
@@ -402,8 +403,9 @@ def test_gpus_have_utilisation_and_memory(sample, tmp_path, monkeypatch, capsys)
     shape = shape_of(skeleton(info), info)
     config = TrainConfig(steps=1).resolved()
     peak = 2e12 * known_gpu("NVIDIA H200").peak
+    tracking = Tracking(tmp_path, wandb=None, settings={})
     reporter = StepReporter(
-        tmp_path, config, device=torch.device("cuda"), step_flops=shape.step_flops, peak_flops=peak, settings=None
+        tmp_path, config, device=torch.device("cuda"), step_flops=shape.step_flops, peak_flops=peak, tracking=tracking
     )
     reporter.started(0)
     result = StepResult(step=1, loss=2.0, loss_by_kind={"long": 2.0}, gradient_norm=1.0, tokens=10**9, attended=10**12,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from longrope2.console import ProgressLine, say
 from longrope2.files import is_sealed, naming, open_to_append, sealed_line, unsealed, write_text
-from longrope2.records import NeedleLine, RecordError, StepLine, Table, TrainingRecord, TrainingSettings, as_json, parse
+from longrope2.records import NeedleLine, RecordError, StepLine, Table, TrainingRecord, as_json, parse
 from longrope2.tracking import Tracking
 from longrope2.training.config import ResolvedConfig
 
@@ -99,13 +99,12 @@ class StepReporter:
         device: "torch.device",
         step_flops: Callable[[int, int], float],
         peak_flops: float | None,
-        wandb: str | None = None,
-        settings: TrainingSettings,
+        tracking: Tracking,
     ) -> None:
         self._config, self._device = config, device
         self._step_flops, self._peak_flops = step_flops, peak_flops
         self._log = LogFile(output / LOG)
-        self._tracking = Tracking(output, wandb=wandb, settings=settings.to_json())
+        self._tracking = tracking
 
     def started(self, step: int) -> None:
         """A run begins, or goes on after `step` steps: whatever was logged later has not happened."""

@@ -42,6 +42,7 @@ from longrope2.options import identity
 from longrope2.records import NeedleLine, RecordError, StepLine, TrainingRecord, TrainingSettings, parse
 from longrope2.rope import STANDSTILL
 from longrope2.runfolder import RunFolder, differences, require_same
+from longrope2.tracking import Tracking
 from longrope2.training.checkpoint import FOLDER as CHECKPOINTS
 from longrope2.training.checkpoint import step_name
 from longrope2.training.config import ResolvedConfig, TrainConfig, cannot_start
@@ -380,8 +381,7 @@ def _reporter(run: TrainingRun, output: Path, here: World, wandb: str | None) ->
         device=device,
         step_flops=shape.step_flops,
         peak_flops=gpu.peak * 1e12 * here.num_processes if gpu else None,
-        wandb=wandb,
-        settings=run.settings(),
+        tracking=Tracking(output, wandb=wandb, settings=run.settings().to_json()),
     )
 
 
