@@ -16,7 +16,7 @@ PACKAGE = Path(longrope2.__file__).parent
 ORDER = [
     "errors", "chat", "options", "intervals", "files", "records", "malloc", "runfolder", "journal", "console",
     "tracking", "distributed", "interrupts", "rope", "factors", "methods", "families", "gguf_model", "models",
-    "collection", "inspection", "figures", "rotary", "generation", "serving", "kernels", "attention", "books", "codec",
+    "inspection", "figures", "collection", "rotary", "generation", "serving", "kernels", "attention", "books", "codec",
     "needles", "perplexity", "calibration", "search", "data", "training", "evaluation", "export", "checking", "ledger",
     "report", "watching", "pipeline", "keywords", "api", "command_options", "cli", "reference",
 ]  # fmt: skip

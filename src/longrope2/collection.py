@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from longrope2.console import warn
 from longrope2.errors import FactorsError
 from longrope2.factors import RescaleFactors
+from longrope2.figures import length_label
 from longrope2.models import ModelInfo
 from longrope2.records import Record, Table
 from longrope2.rope import RopeSpec
@@ -37,7 +38,7 @@ class CollectedScore:
 
     def __str__(self) -> str:
         interval = "" if self.low is None or self.high is None else f" ({self.low:.3g}–{self.high:.3g})"
-        return f"{self.metric} at {_tokens(self.length)}: {self.score:.4g}{interval}, {self.setting}; {self.by}"
+        return f"{self.metric} at {length_label(self.length)}: {self.score:.4g}{interval}, {self.setting}; {self.by}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +86,7 @@ class CollectedFactors(Record):
         factors = self.factors
         short, long = factors.short_attention_factor, factors.long_attention_factor
         temperature = f"{long:.4g}" if short == long else f"{short:.4g} / {long:.4g}"
-        lengths = f"{_tokens(factors.original_length)} → {_tokens(factors.target_length)}"
+        lengths = f"{length_label(factors.original_length)} → {length_label(factors.target_length)}"
         shape = f"{factors.rotary_dim}, {factors.theta:,.0f}"
         return [self.name, self.model.rpartition("/")[2], lengths, shape, temperature, factors.method]
 
@@ -145,7 +146,9 @@ def collected_for(info: ModelInfo, source: str, target_length: int | None) -> Co
     reaching = [each for each in named if target_length in (None, each.factors.target_length)]
     if len(reaching) != 1:
         problem = f"{len(reaching)} entries of the collection" if reaching else "no entry of the collection"
-        lengths = ", ".join(f"--from {SOURCE}/{each.name} ({_tokens(each.factors.target_length)})" for each in named)
+        lengths = ", ".join(
+            f"--from {SOURCE}/{each.name} ({length_label(each.factors.target_length)})" for each in named
+        )
         to = f" to {target_length:,} tokens" if target_length else ""
         raise FactorsError(f"{problem} for {info.name}{to}", hint=f"choose: {lengths}")
     return reaching[0]
@@ -173,7 +176,3 @@ def collection_page(page: str) -> str:
 def _plain_name(model: str) -> str:
     """The last part of a name, in small letters and digits: files add a format, and people dashes."""
     return re.sub(r"[^a-z0-9]", "", model.partition("@")[0].rstrip("/").rpartition("/")[2].lower())
-
-
-def _tokens(length: int) -> str:
-    return f"{length // 1024}k" if length % 1024 == 0 else str(length)

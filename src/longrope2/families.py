@@ -399,7 +399,7 @@ def _existing_rescaling(parameters: Mapping[str, Any], rope: RopeSpec, window: i
             truncate=parameters.get("truncate", True),
         )
         factors = ramp.factors
-        attention_factor = attention_factor or _yarn_attention(parameters, factor)
+        attention_factor = attention_factor or yarn_attention(parameters, factor)
     elif method == "llama3":
         low, high = parameters.get("low_freq_factor", 1), parameters.get("high_freq_factor", 4)
         factors = ntk_by_parts(stated, target, low_rotations=low, high_rotations=high).factors
@@ -426,7 +426,7 @@ def _listed(parameters: Mapping[str, Any], name: str, count: int) -> tuple[float
     return tuple(map(float, values))
 
 
-def _yarn_attention(parameters: Mapping[str, Any], factor: float) -> float:
+def yarn_attention(parameters: Mapping[str, Any], factor: float) -> float:
     """YaRN's temperature, with DeepSeek's two-sided variant where a config asks for it."""
     above, below = parameters.get("mscale"), parameters.get("mscale_all_dim")
     if factor <= 1:

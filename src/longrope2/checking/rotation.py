@@ -1,12 +1,11 @@
 """The float64 oracle: from RoPE parameters, in the form of transformers 5, to what a model should be rotated by."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from longrope2.families import LONG_MSCALE, SHORT_MSCALE
-from longrope2.methods import dynamic_ntk, longrope_temperature, ntk_by_parts, yarn, yarn_temperature
+from longrope2.families import LONG_MSCALE, SHORT_MSCALE, yarn_attention
+from longrope2.methods import dynamic_ntk, longrope_temperature, ntk_by_parts, yarn
 from longrope2.rope import RopeSpec
 
 ORIGINAL = "original_max_position_embeddings"
@@ -111,19 +110,9 @@ def rotation(parameters: Mapping[str, Any], *, head_dim: int, window: int) -> Ro
         slow_rotations=parameters.get("beta_slow") or 1,
         truncate=parameters.get("truncate", True),
     )
-    return _one_side(kind, theta, _divided(spec, ramp.factors), yarn_attention(parameters, factor))
-
-
-def yarn_attention(parameters: Mapping[str, Any], factor: float) -> float:
-    """YaRN's attention factor: as stated, by DeepSeek's pair of keys, or by its own formula."""
-    stated, above, below = (parameters.get(key) for key in ("attention_factor", "mscale", "mscale_all_dim"))
-    if stated is not None:
-        return float(stated)
-    if factor <= 1:
-        return 1.0
-    if above and below:
-        return (0.1 * above * math.log(factor) + 1) / (0.1 * below * math.log(factor) + 1)
-    return yarn_temperature(factor)
+    stated = parameters.get("attention_factor")
+    attention = yarn_attention(parameters, factor) if stated is None else float(stated)
+    return _one_side(kind, theta, _divided(spec, ramp.factors), attention)
 
 
 def default_longrope_attention(ratio: float, original_length: int) -> float:

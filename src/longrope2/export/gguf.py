@@ -21,7 +21,7 @@ from longrope2.export.weights import Change, SourceModel, cast, check_room
 from longrope2.factors import RescaleFactors
 from longrope2.families import FULL_ATTENTION
 from longrope2.files import atomic_path, parse_json, write_text
-from longrope2.gguf_model import AGAIN, FACTORS_KEY, GRANITE, LLAMA, PHI3, STEP35, Architecture, GGUFModel
+from longrope2.gguf_model import AGAIN, FACTORS_KEY, GRANITE, LLAMA, PHI3, STEP35, Architecture, open_gguf
 from longrope2.models import head_dim, live_config
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class GGUFExport:
     """A file that `write_file` wrote, through our own eyes: its factors and config at once, its model when asked."""
 
     def __init__(self, path: Path) -> None:
-        self._file = GGUFModel(path)
+        self._file = open_gguf(path)
         written = [self._file.value(key) for key in (FACTORS_KEY, CONFIG_KEY)]
         if None in written:
             raise ModelError(
@@ -216,20 +216,17 @@ def _add_metadata(
     writer.add_feed_forward_length(live.intermediate_size)
     blank = [1] if architecture.is_stand_in else []
     writer.add_block_count(live.num_hidden_layers + len(blank))
-    for key, heads in (("head_count", live.num_attention_heads), ("head_count_kv", live.num_key_value_heads)):
-        name = f"{architecture.name}.attention.{key}"
-        if blank:
-            writer.add_array(name, [heads] * live.num_hidden_layers + blank)
-        else:
-            writer.add_uint32(name, heads)
     if blank:
+        writer.add_head_count([live.num_attention_heads] * live.num_hidden_layers + blank)
+        writer.add_head_count_kv([live.num_key_value_heads] * live.num_hidden_layers + blank)
         # The window of the layer that adds nothing; and no layer has experts, but this key must be there.
         writer.add_sliding_window(1)
-        writer.add_array(
-            f"{architecture.name}.attention.sliding_window_pattern", [False] * live.num_hidden_layers + [True]
-        )
-        writer.add_uint32(f"{architecture.name}.rope.dimension_count_swa", factors.rotary_dim)
+        writer.add_sliding_window_pattern([False] * live.num_hidden_layers + [True])
+        writer.add_rope_dimension_count_swa(factors.rotary_dim)
         writer.add_expert_feed_forward_length(live.intermediate_size)
+    else:
+        writer.add_head_count(live.num_attention_heads)
+        writer.add_head_count_kv(live.num_key_value_heads)
     writer.add_key_length(head_dim(live))
     writer.add_value_length(head_dim(live))
     writer.add_layer_norm_rms_eps(live.rms_norm_eps)

@@ -15,7 +15,7 @@ from longrope2.export.huggingface import is_exported_folder, serving_config
 from longrope2.factors import RescaleFactors
 from longrope2.families import FULL_ATTENTION, RopeReading, accept_mscales, read_config
 from longrope2.generation.saved import FACTORS_FILE, read_factors, read_switch_length
-from longrope2.gguf_model import FACTORS_KEY, open_gguf, read_gguf
+from longrope2.gguf_model import FACTORS_KEY, open_gguf
 from longrope2.models import json_object, live_config, load_folder
 from longrope2.rotary import rescaled
 
@@ -63,13 +63,11 @@ class GGUFOfOthers:
     """A GGUF file that is no export of ours, with the same three values and model."""
 
     def __init__(self, path: Path) -> None:
-        from transformers import LlamaConfig
-
         self._file = open_gguf(path)
         values = self._file.config()
         self.factors = carried_factors(read_config(values))
-        self.config = LlamaConfig(**values)
-        self.is_rounded = any(tensor.tensor_type.name != "F32" for tensor in read_gguf(path).tensors)
+        self.config = live_config(values)
+        self.is_rounded = self._file.is_rounded
 
     def model(self) -> Any:
         """The model in float32."""
@@ -95,7 +93,7 @@ class Reference:
         if not path.exists():
             raise ModelError(f"{path}: no such file or folder", hint=GIVE_EXPORT)
         if path.suffix == ".gguf":
-            ours = read_gguf(path).get_field(FACTORS_KEY) is not None
+            ours = open_gguf(path).value(FACTORS_KEY) is not None
             self._file = GGUFExport(path) if ours else GGUFOfOthers(path)
             self.config, self.factors, self.is_rounded = self._file.config, self._file.factors, self._file.is_rounded
         elif path.is_dir():
