@@ -7,7 +7,7 @@ import gguf
 import numpy as np
 import pytest
 from check_samples import write_gguf_like
-from export_samples import EXTENDED, WINDOW, family_folder, tiny_factors
+from export_samples import EXTENDED, WINDOW, family_factors, family_folder, tiny_factors
 
 from longrope2 import export_model as export
 from longrope2.errors import FactorsError
@@ -16,7 +16,7 @@ from longrope2.export.config import VerifyConfig
 from longrope2.export.reference import Reference
 from longrope2.export.verify import verify
 from longrope2.methods import rescale, yarn_temperature
-from longrope2.models import describe
+from longrope2.models import describe, load
 
 ORIGINAL = {"original_max_position_embeddings": WINDOW}
 SCALINGS = {
@@ -115,6 +115,15 @@ class TestGGUF:
             found = asked(path, "llama.cpp")
             assert {finding.verdict for finding in found.values()} == {"right"}, name
             assert found["long"].max_error < 1e-3
+
+    def test_another_family_than_llama(self, tmp_path):
+        model = family_folder(tmp_path / "model", "qwen2")
+        factors = family_factors(load(model, device="cpu").model)
+        file = export(str(model), tmp_path / "e.gguf", factors=factors, format="gguf", dtype="float32")
+        scaling = {"type": "yarn", "factor": 4.0, "original_context_length": WINDOW}
+        path = write_gguf_like(file, tmp_path / "m.gguf", scaling, {}, window=EXTENDED)
+        assert type(Reference(path).config).__name__ == "Qwen2Config"
+        assert {finding.verdict for finding in asked(path, "llama.cpp").values()} == {"right"}
 
     def test_a_key_that_llama_cpp_does_not_read(self, exported, tmp_path):
         """What its converter writes for attention_factor changes nothing: `check` says so."""
