@@ -15,7 +15,7 @@ VLLM_INSTALLED := $(VLLM_VENV)/.installed
 VLLM_READY := $(VLLM_VENV)/.ready
 VLLM_PINS := $(if $(filter 0.32.0,$(VLLM)),--constraint constraints-vllm.txt)
 
-.PHONY: setup demo test test-all test-vllm lint types docs reference dist clean
+.PHONY: setup demo test test-all test-vllm lint types docs reference families dist clean
 
 setup: $(READY)
 
@@ -68,6 +68,10 @@ docs: $(READY)
 # The options in docs/reference.md; a test fails where they are not those of the commands.
 reference: $(READY)
 	$(BIN)/python -m longrope2.reference docs/reference.md
+
+# The model types in docs/models.md, from a walk over all of transformers (minutes); tests/test_walk.py repeats it.
+families: $(READY)
+	$(BIN)/python tests/walk.py docs/models.md
 
 # Wheel and sdist, by the pinned build backend.
 dist: $(READY)

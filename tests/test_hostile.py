@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from conftest import family_config
+from conftest import FAMILY_OPTIONS, family_config
 from longrope2 import describe, export_model, files
 from longrope2.books import read_books
 from longrope2.cli import cli
@@ -25,10 +25,10 @@ from longrope2.export.card import read_results
 from longrope2.export.gguf import GGUFExport
 from longrope2.export.weights import SourceModel
 from longrope2.factors import RescaleFactors
-from longrope2.families import FAMILIES, read_config
+from longrope2.families import live_config, read_config
 from longrope2.files import parse_json, read_json
 from longrope2.methods import rescale
-from longrope2.models import ASSETS, live_config, load, load_tokenizer
+from longrope2.models import ASSETS, load, load_tokenizer
 from longrope2.pipeline.recipe import read_recipe
 from longrope2.search.journal import Journal
 
@@ -142,7 +142,7 @@ def test_weights_that_cannot_be_those_of_the_config_are_refused_before_room_is_m
 
 
 @settings(max_examples=150)
-@given(data=st.data(), family=st.sampled_from(sorted(FAMILIES)))
+@given(data=st.data(), family=st.sampled_from(sorted(FAMILY_OPTIONS)))
 def test_any_config_is_read_or_refused(data, family):
     config = CONFIGS[family] | data.draw(st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=3))
     for key in data.draw(st.lists(st.sampled_from(["rope_parameters", "rope_scaling"]), max_size=2)):
@@ -302,4 +302,4 @@ def test_any_gguf_file_is_read_or_refused(gguf_file, tmp_path, data):
         GGUFExport(tmp_path / "any.gguf")
 
 
-CONFIGS = {family: family_config(family).to_dict() for family in FAMILIES}
+CONFIGS = {family: family_config(family).to_dict() for family in FAMILY_OPTIONS}

@@ -159,11 +159,12 @@ class TestFolders:
         with pytest.raises(ModelError, match=r"no \*.safetensors weights"):
             load(info)
 
-    def test_describe_imports_no_torch(self, llama_folder):
+    def test_describe_imports_no_models(self, llama_folder):
+        """Of transformers, it needs the config classes."""
         code = (
             "import sys; from longrope2.models import describe, rescale_model\n"
             f"rescale_model(describe({str(llama_folder)!r}), 'yarn', 64)\n"
-            "assert not {'torch', 'transformers'} & set(sys.modules), 'heavy import'"
+            "assert not [name for name in sys.modules if '.modeling_llama' in name], 'heavy import'"
         )
         subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -1,4 +1,4 @@
-"""An engine, a method and a model family are one row each: added in its file, it is known everywhere."""
+"""An engine and a method are one row each, known everywhere; a model family needs none, and one to be refused."""
 
 import subprocess
 import sys
@@ -75,23 +75,31 @@ from test_methods import methods_table
 assert "| `dummy` | as pi | 1 |" in methods_table()
 """
 FAMILY = """
-add("longrope2.families", row=('''    "dummy": Family(4096, "Dummy 1", theta=5000.0, remark="it is made up"),
-''', '    "olmo2": Family('))
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+class DummyConfig(LlamaConfig):
+    model_type = "dummy"
+    default_theta = 5000.0
+
+class DummyForCausalLM(LlamaForCausalLM):
+    config_class = DummyConfig
+
+AutoConfig.register("dummy", DummyConfig)
+AutoModelForCausalLM.register(DummyConfig, DummyForCausalLM)
 (folder / "config.json").write_text(
-    '{"model_type": "dummy", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}'
+    '{"model_type": "dummy", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 99}'
 )
 shown = run("inspect", folder)
-assert "(dummy): rotary dimension 16, theta 5,000, trained window 4,096 tokens" in " ".join(shown.split()), shown
-assert "warning: it is made up" in shown
-(folder / "config.json").write_text('{"model_type": "other"}')
+assert "(dummy): rotary dimension 16, theta 5,000, trained window 2,048 tokens" in " ".join(shown.split()), shown
+add("longrope2.families", row=('    "dummy": "it is made up",\\n', '    "deepseek_v4":'))
 from longrope2.errors import LongRopeError
-from longrope2.models import describe
+from longrope2.families import read_config
 try:
-    describe(folder)
+    read_config({"model_type": "dummy"})
 except LongRopeError as error:
-    assert "gemma3_text, dummy, olmo2" in error.hint
-from test_families import families_table
-assert "| `dummy` | Dummy 1 | | | |" in families_table()
+    assert "'dummy' models cannot be extended: it is made up" in str(error)
+else:
+    raise AssertionError("not refused")
 """
 
 

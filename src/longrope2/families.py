@@ -1,12 +1,16 @@
-"""What each model family's config.json says about its RoPE, read without transformers or torch.
+"""What a config.json says about RoPE: transformers resolves its defaults and older forms, and this reads the result.
 
-Only families in the table below are extended: an unknown layout is refused, never guessed to be a LLaMA.
+A model_type needs no row here. What a config cannot say about a family is in ODD and REFUSED; whether a live model
+really rotates as its config was read is for rotary.py to prove.
 """
 
+import copy
 import logging
 import math
 import re
-from collections.abc import Callable, Container, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,140 +20,56 @@ from longrope2.rope import RopeSpec
 
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
-FullLayers = Callable[[Mapping[str, Any], int], Container[int]]
-"""From a config and the number of layers: those that see everything, where the config does not list them."""
+
+
+OWN_ATTENTION = frozenset({
+    "beam", "dbrx", "deepseek_v2", "diffllama", "doge", "falcon", "gemma3n_text", "gemma4_text", "gemma4_unified_text",
+    "gpt_neox_japanese", "hrm_text", "longcat_flash", "phimoe",
+})  # fmt: skip
+"""Families whose attention is more than a function of queries, keys and values in layers of the usual form."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """What transformers assumes where a config.json of this family is silent, and what is odd about its models."""
+    """What is odd about the models of a family."""
 
-    window: int
-    examples: str
-    """Models of this family, for the docs."""
-    theta: float = 10_000.0
     theta_key: str = "rope_theta"
-    partial_rotary: float = 1.0
     partial_key: str = "partial_rotary_factor"
-    head_dim: int | None = None
-    sliding_window: int | None = None
-    slides_if_asked: bool = False
-    """Whether it names a sliding window that takes effect only when a second key switches it on."""
-    full_layers: FullLayers | None = None
-    """Its rule, if not all layers slide."""
-    original_window: int | None = None
-    """Phi-3 alone keeps it beside the RoPE parameters, where it overrides them."""
-    inside: str | None = None
-    """The model_type of larger models whose text_config is of this family."""
     rotates: str | None = None
-    """The kind of attention of the only layers that these factors act on; None for all that rotate."""
+    """The kind of attention of the only layers that have RoPE; None where others have it, too."""
     norms_add_one: bool = False
     """Whether its norms multiply by 1 + weight."""
     legacy_keys: tuple[str, ...] | None = None
     """All that `rope_scaling` may hold in transformers 4, at the temperature which it then assumes."""
-    remark: str | None = None
-    """What a user should know before extending such a model."""
 
 
-def _first_layers(config: Mapping[str, Any], count: int) -> Container[int]:
-    return range(min(config.get("max_window_layers", 28), count))
-
-
-def _odd_and_last_layers(config: Mapping[str, Any], count: int) -> Container[int]:
-    return {i for i in range(count) if i % 2 or i >= config.get("max_window_layers", 28)}
-
-
-def _odd_layers(config: Mapping[str, Any], count: int) -> Container[int]:
-    return range(1, count, 2)
-
-
-def _last_of_every(default: int) -> FullLayers:
-    def full_layers(config: Mapping[str, Any], count: int) -> Container[int]:
-        pattern = config.get("sliding_window_pattern", default)
-        return range(pattern - 1, count, pattern)
-
-    return full_layers
-
-
-def _layers_with_rope(config: Mapping[str, Any], count: int) -> Container[int]:
-    """Only those without RoPE slide."""
-    every = config.get("no_rope_layer_interval", 4)
-    rotates = config.get("no_rope_layers") or [(i + 1) % every for i in range(count)]
-    return {i for i, has_rope in enumerate(rotates) if has_rope}
-
-
-# One row is all that a family takes here; a test model in tests/conftest.py compares it with transformers. Engines
-# beyond transformers list the families that they were tried with: export/engines.py, export/gguf.py.
-FAMILIES: Mapping[str, Family] = {
-    "llama": Family(2048, "LLaMA, SmolLM2, Yi"),
-    "mistral": Family(131072, "Mistral, Mistral Nemo", sliding_window=4096),
-    "mixtral": Family(131072, "Mixtral", theta=1_000_000.0),
-    "qwen2": Family(32768, "Qwen 2, Qwen 2.5", sliding_window=4096, slides_if_asked=True, full_layers=_first_layers),
-    "qwen2_moe": Family(
-        32768,
-        "Qwen 1.5 MoE, Qwen 2 57B",
-        sliding_window=4096,
-        slides_if_asked=True,
-        full_layers=_odd_and_last_layers,
-    ),
-    "qwen3": Family(
-        32768, "Qwen 3", head_dim=128, sliding_window=4096, slides_if_asked=True, full_layers=_first_layers
-    ),
-    "qwen3_moe": Family(32768, "Qwen 3 30B", sliding_window=4096, slides_if_asked=True),
-    "phi": Family(2048, "Phi-1, Phi-2", partial_rotary=0.5),
-    "phi3": Family(
-        4096,
-        "Phi-3, Phi-3.5, Phi-4",
-        original_window=4096,
-        legacy_keys=("type", "short_factor", "long_factor"),
-    ),
-    "gpt_neox": Family(2048, "Pythia", theta_key="rotary_emb_base", partial_rotary=0.25, partial_key="rotary_pct"),
-    "gemma": Family(8192, "Gemma", head_dim=256),
-    "gemma2": Family(8192, "Gemma 2", head_dim=256, sliding_window=4096, full_layers=_odd_layers),
-    "gemma3_text": Family(
-        131072,
-        "Gemma 3; only its full-attention layers are rescaled",
-        theta=1_000_000.0,
-        head_dim=256,
-        sliding_window=4096,
-        full_layers=_last_of_every(6),
-        inside="gemma3",
-        rotates=FULL_ATTENTION,  # the sliding ones have a RoPE of their own
-        norms_add_one=True,
-    ),
-    "olmo2": Family(2048, "OLMo 2"),
-    "granite": Family(2048, "Granite 3"),
-    "stablelm": Family(4096, "StableLM", partial_rotary=0.25),
-    "glm": Family(131072, "GLM-4 9B", partial_rotary=0.5, head_dim=128),
-    "glm4": Family(131072, "GLM-4 0414", partial_rotary=0.5, head_dim=128),
-    "cohere": Family(8192, "Command R", theta=500_000.0),
-    "cohere2": Family(
-        8192,
-        "Command R7B, Command A",
-        sliding_window=4096,
-        full_layers=_last_of_every(4),
-        rotates=SLIDING_ATTENTION,
-        remark="its full-attention layers have no RoPE; factors act on the sliding ones only",
-    ),
-    "starcoder2": Family(4096, "StarCoder 2"),
-    "smollm3": Family(32768, "SmolLM3", theta=2_000_000.0, slides_if_asked=True, full_layers=_layers_with_rope),
-    "gpt_oss": Family(
-        131072,
-        "GPT-OSS, dequantised",
-        theta=150_000.0,
-        head_dim=64,
-        sliding_window=128,
-        full_layers=_odd_layers,
+ODD: Mapping[str, Family] = {
+    "phi3": Family(legacy_keys=("type", "short_factor", "long_factor")),
+    "gpt_neox": Family(theta_key="rotary_emb_base", partial_key="rotary_pct"),
+    "gemma3_text": Family(norms_add_one=True),
+    "llama4_text": Family(rotates="chunked_attention"),
+    **dict.fromkeys(
+        ("afmoe", "beam", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "flint", "kolibri1"),
+        Family(rotates=SLIDING_ATTENTION),
     ),
 }
 
-# Well-known models without rotary embeddings: the refusal can say so, rather than "unknown".
-WITHOUT_ROPE = {
-    "gpt2", "gpt_bigcode", "gpt_neo", "opt", "bloom", "mpt", "bert", "roberta", "t5", "bart", "xlnet",
-    "mamba", "mamba2", "rwkv", "ctrl", "xglm", "biogpt",
-}  # fmt: skip
+# What a config does not show. tests/test_walk.py holds these against the classes themselves.
+_IN_ATTENTION = "transformers rotates within its attention, with no module that could be replaced"
+_DRAFTS = "it drafts for another model, and does not write alone"
+_MANY_PARTS = "it has more parts than its language model"
+REFUSED: Mapping[str, str] = {
+    **dict.fromkeys(("codegen", "gptj", "roformer"), _IN_ATTENTION),
+    **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), _DRAFTS),
+    **dict.fromkeys(("blt", "moshi", "phi4_multimodal"), _MANY_PARTS),
+    "deepseek_v4": "keys that it compresses have a RoPE of their own",
+    "recurrent_gemma": "its attention is local, and transformers gives it no RoPE but the plain one",
+}
 
 COPY_AGAIN = "copy or download config.json again"
+OTHER_MODEL = "docs/models.md lists the models that can be extended"
+CONFIG_REFUSED = "transformers cannot read its config"
+ORIGINAL = "original_max_position_embeddings"
 LIMITS: Mapping[str, int] = {
     **dict.fromkeys(("num_hidden_layers", "max_window_layers"), 1 << 10),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), 1 << 12),
@@ -162,7 +82,9 @@ LIMITS: Mapping[str, int] = {
 """The most that a model plausibly has, an order of magnitude above the largest known. Lists and tensors of these sizes
 are made later, so a damaged or hostile config.json is refused before."""
 
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional")
+STILL = 1e30
+"""The factor of a frequency that stays at zero, in lists that a config must write out for a whole head (Gemma 4)."""
 LONG_MSCALE, SHORT_MSCALE = "long_mscale", "short_mscale"
 """The attention factor of each side, as vLLM and SGLang call it; transformers has only one, for both."""
 
@@ -202,30 +124,149 @@ class RopeReading:
     rescaled: Rescaled | None
     num_layers: int
     layer_types: tuple[str, ...]
-    """Per layer: full_attention or sliding_attention."""
+    """Per layer: full_attention, sliding_attention, linear_attention, …"""
     sliding_window: int | None
     """The span of the sliding layers, if there are any."""
+    rotates: str | None = None
+    """The kind of attention of the only layers that factors act on; None for all that rotate."""
+    num_still: int = 0
+    """Frequencies of a head that stay at zero, after those that rotate ("proportional" RoPE)."""
     remarks: tuple[str, ...] = ()
     """What a user should know before extending this model."""
 
 
 def read_config(config: Mapping[str, Any], *, original_length: int | None = None) -> RopeReading:
     """Read a config.json, of transformers 4 or 5; `original_length` overrides what it says or implies."""
-    family = config.get("model_type")
-    inner = next((name for name, row in FAMILIES.items() if row.inside is not None and row.inside == family), None)
-    if inner is not None and isinstance(config.get("text_config"), Mapping):
-        return read_config({"model_type": inner, **config["text_config"]}, original_length=original_length)
-    if not isinstance(family, str) or family not in FAMILIES:
-        raise _refusal(family, config)
-    if config.get("use_bidirectional_attention"):
+    refuse(config.get("model_type"))
+    live = text_config(live_config(config))
+    family = live.model_type
+    refuse(family)
+    if getattr(live, "use_bidirectional_attention", None) in (True, "all"):
         raise ModelError(
             f"this {family} model attends to later tokens, too: it embeds texts, and writes none",
             hint="give a causal language model",
         )
-    check_plausible(config)
     # Much of what should be a number, and is a text, a list, zero or negative, shows only where it is used.
     with damage(_unusable(config), hint=COPY_AGAIN):
-        return _read(config, family, original_length)
+        return _read(live, original_length, states_original=ORIGINAL in _keys(config))
+
+
+def refuse(family: Any) -> None:
+    """Raise ModelError for a model_type that is known not to work."""
+    if isinstance(family, str) and family in REFUSED:
+        raise ModelError(f"'{family}' models cannot be extended: {REFUSED[family]}", hint=OTHER_MODEL)
+
+
+def live_config(config: Mapping[str, Any]) -> Any:
+    """A config.json as transformers holds it, which changes what it is given; ModelError for one that it refuses."""
+    family = config.get("model_type")
+    if family is None:
+        raise ModelError("config.json has no 'model_type'", hint="is this the folder of a language model?")
+    from transformers import CONFIG_MAPPING
+
+    if not isinstance(family, str) or family not in CONFIG_MAPPING:
+        problem = (
+            "needs code from the model repository, which is never run here"
+            if "auto_map" in config
+            else "is not a model_type that the installed transformers knows"
+        )
+        raise ModelError(f"{_shown(family)} {problem}", hint=OTHER_MODEL)
+    check_plausible(config)
+    values = copy.deepcopy(dict(config))
+    with damage(_unusable(config), hint=COPY_AGAIN):
+        _check_rope_types(values)
+    with config_errors(f"this {family} model"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of the older form, which exports have as well
+        return CONFIG_MAPPING[family].from_dict(values)
+
+
+def text_config(live: Any) -> Any:
+    """The part of a transformers config that describes the language model; the config itself if that is all."""
+    try:
+        found = live.get_text_config()
+    except ValueError as error:
+        raise ModelError(f"'{live.model_type}': several language models in one", hint=OTHER_MODEL) from error
+    if not hasattr(found, "model_type"):
+        raise ModelError(f"text_config must be an object, got {_shown(found)}", hint=COPY_AGAIN)
+    return found
+
+
+@contextmanager
+def config_errors(name: str, problem: str = CONFIG_REFUSED, *, hint: str = COPY_AGAIN) -> Iterator[None]:
+    """Report what transformers raises for a model's files; for its config it has an error of many lines."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    with damage(f"{name}: {problem}", hint=hint):
+        try:
+            yield
+        except StrictDataclassError as error:
+            reason = " ".join(str(error).split())
+            raise ModelError(f"{name}: {CONFIG_REFUSED} ({reason})", hint=COPY_AGAIN) from error
+
+
+def _check_rope_types(config: dict[str, Any]) -> None:
+    """Refuse kinds of RoPE that are not known here, and call longrope by its name of today, in place."""
+    for name in ("rope_parameters", "rope_scaling"):
+        found = config.get(name) or {}
+        if not isinstance(found, dict):
+            raise TypeError(f"rope_parameters must be an object, got {found!r}")
+        for parameters in (found, *(value for value in found.values() if isinstance(value, dict))):
+            for key in ("rope_type", "type"):
+                method = parameters.get(key)
+                if method == "su":
+                    parameters[key] = "longrope"
+                elif method is not None and method not in ROPE_TYPES:
+                    raise ModelError(
+                        f"the config's rope_type {method!r} is not known here", hint=f"known: {', '.join(ROPE_TYPES)}"
+                    )
+
+
+def _keys(value: Any) -> set[str]:
+    """The names of all values that are set in an object, and in the objects inside."""
+    if not isinstance(value, Mapping):
+        return set()
+    return {key for key, inner in value.items() if inner is not None}.union(*map(_keys, value.values()))
+
+
+def rope_parameters(live: Any) -> tuple[str | None, dict[str, Any]]:
+    """The RoPE that factors act on, and the kind of its layers; None for one RoPE in all layers.
+
+    Where layers differ, those that see everything are rescaled; the others keep the RoPE of their own.
+    """
+    found = getattr(live, "rope_parameters", None) or {}
+    # Where layers share one RoPE, transformers puts its type beside an entry for a kind, and passes over that entry.
+    nested = found and all(isinstance(value, dict) for value in found.values())
+    kind = rescaled_kind(found) if nested else None
+    parameters = found[kind] if kind else found
+    if (
+        parameters.get("rope_theta") is None
+        or getattr(live, "position_embedding_type", "rope") != "rope"  # Granite 4
+        or not getattr(live, "use_mem_rope", True)  # Zamba 2
+        or getattr(live, "alibi", False)  # Falcon
+    ):
+        raise ModelError(
+            f"'{live.model_type}': no rotary position embedding in this config, so there is nothing to rescale",
+            hint=OTHER_MODEL,
+        )
+    return kind, parameters | {"rope_type": parameters.get("rope_type") or "default"}
+
+
+def rescaled_kind(kinds: Iterable[str]) -> str | None:
+    """Which of several RoPEs by kind of layer is rescaled: that of layers that see everything."""
+    kinds = list(kinds)
+    return min(kinds, key=lambda kind: (kind != FULL_ATTENTION, "sliding" in kind), default=None)
+
+
+def attends_simply(live: Any) -> bool:
+    """Whether a function of ours can attend in the place of a model's own, also within documents of a row."""
+    return live.model_type not in OWN_ATTENTION and set(_layers(live)[0]) <= {FULL_ATTENTION, SLIDING_ATTENTION}
+
+
+def head_dim(live: Any, kind: str | None = None) -> int:
+    """The size of a head by a transformers config, which some families leave to be worked out."""
+    if getattr(live, "is_heterogeneous", False):
+        return max(map(head_dim, live.per_layer_config)) if kind is None else head_dim(live.per_layer_config[kind])
+    return getattr(live, "head_dim", None) or live.hidden_size // live.num_attention_heads
 
 
 def check_plausible(config: Mapping[str, Any], subject: str = "") -> None:
@@ -233,12 +274,11 @@ def check_plausible(config: Mapping[str, Any], subject: str = "") -> None:
     found = [
         f"{key} must be a positive integer of at most {most:,}, got {_shown(config[key])}"
         for key, most in LIMITS.items()
-        if config.get(key) not in (None, 0) and not _is_count(config[key], most)
+        if not all(value in (None, 0) or _is_count(value, most) for value in _each(config.get(key)))
     ]
     for key, value in config.items():
-        ids = value if isinstance(value, list) else [value]
         if key.endswith("_token_id") and not all(
-            id in (None, -1, 0) or _is_count(id, LIMITS["vocab_size"]) for id in ids
+            id in (None, -1, 0) or _is_count(id, LIMITS["vocab_size"]) for id in _each(value)
         ):
             found.append(f"{key} must be the number of a token, got {_shown(value)}")
     if not isinstance(config.get("auto_map", {}), Mapping | None):
@@ -255,116 +295,78 @@ def _unusable(config: Mapping[str, Any]) -> str:
     return f"the config of this {config.get('model_type')} model is not usable"
 
 
-def _read(config: Mapping[str, Any], family: str, original_length: int | None) -> RopeReading:
-    defaults = FAMILIES[family]
-    layer_types, sliding_window = _layers(config, defaults)
-    parameters = _rope_parameters(config, defaults)
-    head_dim = _head_dim(config, defaults)
-    partial = float(parameters["partial_rotary_factor"])
-    if not 0 < partial <= 1:
-        raise ValueError(f"partial_rotary_factor must be above 0 and at most 1, got {partial}")
-    rotary_dim = int(head_dim * partial)
-    window = _positive_int(config, "max_position_embeddings", defaults.window)
+def _read(live: Any, original_length: int | None, *, states_original: bool) -> RopeReading:
+    layer_types, sliding_window = _layers(live)
+    kind, parameters = rope_parameters(live)
+    rotating, num_still = _rotating(live, kind, parameters)
+    window = _positive_int(live.max_position_embeddings, "max_position_embeddings")
+    if parameters["rope_type"] == "proportional":  # the frequencies that rotate do so in one of the usual ways
+        parameters |= {"rope_type": "default" if parameters.get("factor", 1.0) == 1 else "linear"}
     method = parameters["rope_type"]
     remarks = []
-
-    found_length = original_length or _original_length(parameters, window)
-    if original_length is None and _length_is_implied(parameters):
+    # Where no config states it, transformers takes the present window for the original one.
+    stated = parameters.get(ORIGINAL) or getattr(live, ORIGINAL, None) or window
+    implied = method not in ("default", "dynamic") and stated == window and not states_original
+    found_length = original_length or _original_length(parameters, window, None if implied else stated)
+    if original_length is None and implied:
         remarks.append(
             f"its config does not state the window before '{method}' scaling; "
             f"{found_length:,} is implied by the factor (override with --original-length)"
         )
-    rope = RopeSpec(rotary_dim=rotary_dim, theta=float(parameters["rope_theta"]), original_length=found_length)
+    if parameters.get("llama_4_scaling_beta") and found_length != stated:
+        raise ModelError(
+            f"this model scales its queries by the original window in its config, {stated} tokens",
+            hint="omit --original-length",
+        )
+    rope = replace(rotating, original_length=found_length)
     if sliding_window and sliding_window < max(window, found_length) and FULL_ATTENTION not in layer_types:
         remarks.append(
             f"every layer attends to a sliding window of {sliding_window:,} tokens: "
             "rescaled RoPE cannot carry information further in one layer"
         )
-    if defaults.remark:
-        remarks.append(defaults.remark)
+    rotates = ODD.get(live.model_type, Family()).rotates
+    if rotates is not None and {rotates, FULL_ATTENTION} <= set(layer_types):
+        remarks.append(f"its full-attention layers have no RoPE; factors act on its {rotates.split('_')[0]} ones only")
     return RopeReading(
-        family=family,
+        family=live.model_type,
         rope=rope,
         window=max(window, found_length),
         rescaled=_existing_rescaling(parameters, rope, window),
         num_layers=len(layer_types),
         layer_types=layer_types,
         sliding_window=sliding_window,
+        rotates=kind or rotates,
+        num_still=num_still,
         remarks=tuple(remarks),
     )
 
 
-def _refusal(family: Any, config: Mapping[str, Any]) -> ModelError:
-    known = ", ".join(FAMILIES)
-    if family is None:
-        return ModelError("config.json has no 'model_type'", hint="is this the folder of a language model?")
-    if isinstance(family, str) and family in WITHOUT_ROPE:
-        return ModelError(
-            f"'{family}' models have no rotary position embedding: there is nothing to rescale",
-            hint=f"families that can be extended: {known}",
-        )
-    if "auto_map" in config:
-        return ModelError(
-            f"'{family}' needs code from the model repository, which is never run here",
-            hint=f"families that can be extended: {known}",
-        )
-    return ModelError(
-        f"the RoPE layout of '{family}' models is not known here, and a guess could be silently wrong",
-        hint=f"families that can be extended: {known}",
-    )
+def _rotating(live: Any, kind: str | None, parameters: Mapping[str, Any]) -> tuple[RopeSpec, int]:
+    """The RoPE before rescaling, of any length, and how many frequencies of a head stay at zero."""
+    partial, theta = float(parameters.get("partial_rotary_factor") or 1.0), float(parameters["rope_theta"])
+    if not 0 < partial <= 1:
+        raise ValueError(f"partial_rotary_factor must be above 0 and at most 1, got {partial}")
+    size = _positive_int(head_dim(live, kind), "head_dim")
+    factors = parameters.get("long_factor")
+    if parameters["rope_type"] == "proportional":
+        rotating = int(partial * size // 2)
+    elif isinstance(factors, list) and STILL in factors:
+        rotating = factors.index(STILL)
+    else:
+        return RopeSpec(rotary_dim=int(size * partial), theta=theta, original_length=1), 0
+    # They are θ^(−2i/size), which are the frequencies of a smaller head with a smaller base.
+    base = theta ** (2 * rotating / size)
+    return RopeSpec(rotary_dim=2 * rotating, theta=base, original_length=1), size // 2 - rotating
 
 
-def _head_dim(config: Mapping[str, Any], defaults: Family) -> int:
-    if config.get("head_dim"):
-        return _positive_int(config, "head_dim")
-    if defaults.head_dim and "head_dim" not in config:
-        return defaults.head_dim
-    hidden, heads = _positive_int(config, "hidden_size"), _positive_int(config, "num_attention_heads")
-    if hidden % heads:
-        raise ValueError(
-            f"hidden_size {hidden} is not divisible by num_attention_heads {heads}, and head_dim is missing"
-        )
-    return hidden // heads
-
-
-def _rope_parameters(config: Mapping[str, Any], defaults: Family) -> dict[str, Any]:
-    """The RoPE of the full-attention layers, with every key and in the form of transformers 5."""
-    found, older = (config.get(name) or {} for name in ("rope_parameters", "rope_scaling"))
-    for value in (found, older):
-        if not isinstance(value, Mapping):
-            raise TypeError(f"rope_parameters must be an object, got {value!r}")
-    # Where a config has both, the older key wins, as in transformers 5: people add it by hand to what that saved.
-    older = older.get(FULL_ATTENTION, older)
-    found = {**found[FULL_ATTENTION], **older} if FULL_ATTENTION in found else older or found
-    partial = config.get("partial_rotary_factor", config.get("rotary_pct", config.get("rope_pct")))
-    theta, method = config.get(defaults.theta_key), found.get("rope_type") or found.get("type") or "default"
-    parameters = {
-        "rope_theta": defaults.theta if theta is None else theta,
-        "partial_rotary_factor": defaults.partial_rotary if partial is None else partial,
-        **{key: value for key, value in found.items() if value is not None},
-        "rope_type": {"su": "longrope"}.get(method, method),
-    }
-    if parameters["rope_type"] not in ROPE_TYPES:
-        raise ModelError(f"the config's rope_type {method!r} is not known here", hint=f"known: {', '.join(ROPE_TYPES)}")
-    original = config.get("original_max_position_embeddings", defaults.original_window)
-    if original:
-        parameters["original_max_position_embeddings"] = original
-    return parameters
-
-
-def _length_is_implied(parameters: Mapping[str, Any]) -> bool:
-    rescaled = parameters["rope_type"] not in ("default", "dynamic")
-    return rescaled and "original_max_position_embeddings" not in parameters
-
-
-def _original_length(parameters: Mapping[str, Any], window: int) -> int:
+def _original_length(parameters: Mapping[str, Any], window: int, stated: int | None) -> int:
     """L_train: the window before the rescaling that the config describes."""
     method = parameters["rope_type"]
     if method in ("default", "dynamic"):
         # Dynamic NTK keeps the trained window in max_position_embeddings: it stretches only beyond it.
         return window
-    if "original_max_position_embeddings" in parameters:
-        return _positive_int(parameters, "original_max_position_embeddings")
+    if stated is not None:
+        return _positive_int(stated, ORIGINAL)
     factor = parameters.get("factor")
     if isinstance(factor, int | float) and factor >= 1:
         return max(round(window / factor), 1)
@@ -381,7 +383,7 @@ def _existing_rescaling(parameters: Mapping[str, Any], rope: RopeSpec, window: i
         return None
     # Blends and temperatures go by the window in the config, or by the one that transformers assumes where it names
     # none: they are what the model does now, wherever it is extended from.
-    stated = replace(rope, original_length=_positive_int(parameters, "original_max_position_embeddings", window))
+    stated = replace(rope, original_length=_positive_int(parameters.get(ORIGINAL, window), ORIGINAL))
     factor = float(parameters.get("factor") or max(window / stated.original_length, 1.0))
     target = stated.original_length * factor
     attention_factor = parameters.get("attention_factor")
@@ -419,6 +421,8 @@ def _existing_rescaling(parameters: Mapping[str, Any], rope: RopeSpec, window: i
 
 def _listed(parameters: Mapping[str, Any], name: str, count: int) -> tuple[float, ...]:
     values = parameters.get(name)
+    if isinstance(values, list):
+        values = [value for value in values if value != STILL]
     if not isinstance(values, list) or len(values) != count:
         raise ValueError(
             f"{name} must list {count} numbers, got {len(values) if isinstance(values, list) else repr(values)}"
@@ -436,27 +440,25 @@ def yarn_attention(parameters: Mapping[str, Any], factor: float) -> float:
     return yarn_temperature(factor)
 
 
-def _layers(config: Mapping[str, Any], defaults: Family) -> tuple[tuple[str, ...], int | None]:
+def _layers(live: Any) -> tuple[tuple[str, ...], int | None]:
     """Each layer's kind of attention, and the sliding window where there is one."""
-    count = _positive_int(config, "num_hidden_layers")
-    span = config.get("sliding_window", defaults.sliding_window)
-    if not config.get("use_sliding_window", not defaults.slides_if_asked):
-        span = None
+    count = _positive_int(live.num_hidden_layers, "num_hidden_layers")
+    span = getattr(live, "sliding_window", None)
+    usual = SLIDING_ATTENTION if span else FULL_ATTENTION
+    kinds = tuple(getattr(live, "layer_types", None) or (usual,) * count)
     if not span:
-        return (FULL_ATTENTION,) * count, None
-    if isinstance(config.get("layer_types"), list):
-        kinds = tuple(map(str, config["layer_types"]))
-    else:
-        full = defaults.full_layers(config, count) if defaults.full_layers else ()
-        kinds = tuple(FULL_ATTENTION if i in full else SLIDING_ATTENTION for i in range(count))
-    return kinds, int(span) if SLIDING_ATTENTION in kinds else None
+        kinds = tuple(FULL_ATTENTION if kind == SLIDING_ATTENTION else kind for kind in kinds)
+    return kinds, int(span) if span and SLIDING_ATTENTION in kinds else None
 
 
-def _positive_int(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = config.get(key, default)
+def _positive_int(value: Any, key: str) -> int:
     if not _is_count(value, LIMITS[key]):
         raise ValueError(f"{key} must be a positive integer, got {_shown(value)}")
     return int(value)
+
+
+def _each(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def _is_count(value: Any, most: int) -> bool:

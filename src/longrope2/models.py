@@ -1,22 +1,27 @@
 """A path, hub id or GGUF file becomes a description of its RoPE, and, when asked, a live model."""
 
-import copy
 import hashlib
 import json
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from longrope2.console import warn
 from longrope2.distributed import is_main_process
-from longrope2.errors import ModelError, damage, first_line
+from longrope2.errors import ModelError, first_line
 from longrope2.factors import RescaleFactors
-from longrope2.families import COPY_AGAIN, RopeReading, accept_mscales, check_plausible, read_config
+from longrope2.families import (
+    OTHER_MODEL,
+    RopeReading,
+    accept_mscales,
+    check_plausible,
+    config_errors,
+    head_dim,
+    read_config,
+)
 from longrope2.files import checksum, file_digest, package_versions, read_json
 from longrope2.gguf_model import open_gguf
 from longrope2.methods import rescale
@@ -29,7 +34,6 @@ if TYPE_CHECKING:
 ASSETS = Path(__file__).parent / "assets"
 TINY = "tiny"
 MANIFEST = "manifest.json"
-CONFIG_REFUSED = "transformers cannot read its config"
 WEIGHTS_REFUSED = "its weights cannot be loaded"
 WEIGHTS_AGAIN = "the files may be cut short, or not belong to this config.json; copy or download them again"
 HUB_TIMEOUT = 10.0
@@ -204,7 +208,7 @@ def load_tokenizer(info: ModelInfo) -> Any:
 
     source, options = pretrained_source(info)
     hint = "tokenizer.json and tokenizer_config.json belong beside config.json; copy them from the base model"
-    with _reading(info.name, "its tokenizer cannot be loaded", hint=hint):
+    with config_errors(info.name, "its tokenizer cannot be loaded", hint=hint):
         return AutoTokenizer.from_pretrained(source, **options)
 
 
@@ -220,34 +224,12 @@ def pretrained_source(info: ModelInfo) -> tuple[str, dict[str, Any]]:
     return match["repo"], options
 
 
-@contextmanager
-def _reading(name: str, problem: str = CONFIG_REFUSED, *, hint: str = COPY_AGAIN) -> Iterator[None]:
-    """Report what transformers raises for a model's files; for its config it has an error of many lines."""
-    from huggingface_hub.errors import StrictDataclassError
-
-    with damage(f"{name}: {problem}", hint=hint):
-        try:
-            yield
-        except StrictDataclassError as error:
-            reason = " ".join(str(error).split())
-            raise ModelError(f"{name}: {CONFIG_REFUSED} ({reason})", hint=COPY_AGAIN) from error
-
-
-def live_config(config: Mapping[str, Any]) -> Any:
-    """A config.json as transformers holds it, which changes what it is given; ModelError for one that it refuses."""
-    from transformers import CONFIG_MAPPING
-
-    check_plausible(config)
-    with _reading(f"this {config['model_type']} model"):
-        return CONFIG_MAPPING[config["model_type"]].from_dict(copy.deepcopy(dict(config)))
-
-
 def skeleton(info: ModelInfo) -> Any:
     """The model on the meta device: every parameter has its name and shape, and none takes memory."""
     from transformers import AutoConfig
 
     info.refuse_weights()
-    with _reading(info.name):
+    with config_errors(info.name):
         if info.is_gguf:
             values = open_gguf(Path(info.location)).config()
             return empty_model(AutoConfig.for_model(values.pop("model_type"), **values))
@@ -258,16 +240,29 @@ def skeleton(info: ModelInfo) -> Any:
 def empty_model(config: Any) -> Any:
     """The model of a transformers config on the meta device."""
     import torch
-    from transformers import AutoModelForCausalLM
 
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # initialising what has no values
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return causal_lm(config)._from_config(config, dtype=torch.float32)
 
 
-def head_dim(config: Any) -> int:
-    """The size of a head by a transformers config, which some families leave to be worked out."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+def causal_lm(config: Any) -> Any:
+    """The class of a language model by its transformers config; a few are listed only among other classes."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_PRETRAINING_MAPPING
+
+    kind = type(config)
+    if kind in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return MODEL_FOR_CAUSAL_LM_MAPPING[kind]
+    other: Any = MODEL_FOR_PRETRAINING_MAPPING.get(kind, None)
+    if other is None or not other.__name__.endswith("ForCausalLM"):
+        raise ModelError(f"transformers has no language model class for '{config.model_type}'", hint=OTHER_MODEL)
+    return other
+
+
+def decoder_layers(model: Any) -> list[Any]:
+    """The layers of a live model; a few families have another name for them than `layers`."""
+    lists = [module for module in model.modules() if type(module).__name__ == "ModuleList" and len(module)]
+    return list(getattr(model.base_model, "layers", None) or max(lists, key=len))
 
 
 def num_kv_heads(config: Any) -> int:
@@ -333,17 +328,18 @@ def load_folder(name: str, source: str | Path, *, config: Any = None, **options:
 
     Refuses one whose weights are not all there, which transformers would fill with random numbers.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
     from transformers.utils import logging
 
     if not sys.stderr.isatty():
         logging.disable_progress_bar()  # a bar in a log file is noise
-    if options["local_files_only"]:
-        with _reading(name):
-            wanted = empty_model(config or AutoConfig.from_pretrained(source, **options)).num_parameters()
-        _require_safetensors(name, Path(source), wanted)
-    with _reading(name, WEIGHTS_REFUSED, hint=WEIGHTS_AGAIN):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+    with config_errors(name):
+        config = config or AutoConfig.from_pretrained(source, **options)
+        kind = causal_lm(config)
+        if options["local_files_only"]:
+            _require_safetensors(name, Path(source), empty_model(config).num_parameters())
+    with config_errors(name, WEIGHTS_REFUSED, hint=WEIGHTS_AGAIN):
+        loaded: Any = kind.from_pretrained(
             source, config=config, use_safetensors=True, output_loading_info=True, **options
         )
     model, report = loaded

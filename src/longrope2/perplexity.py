@@ -6,7 +6,7 @@ only their queries. Plain perplexity looks at every token; its logits are comput
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from longrope2.attention import TrailingQueries, our_attention
 from longrope2.factors import RescaleFactors
+from longrope2.families import attends_simply
 from longrope2.intervals import LARGEST_NLL
 from longrope2.needles import NeedleDocument, PlainDocument
 from longrope2.rotary import RescaledRotary, is_long, rescaled
@@ -55,8 +56,9 @@ def total(scores: Sequence[Score]) -> Score:
 class Scorer:
     """A model set up for scoring; make one with `scoring`."""
 
-    def __init__(self, model: Any, rotary: RescaledRotary, objective: Objective) -> None:
+    def __init__(self, model: Any, rotary: RescaledRotary, objective: Objective, *, simply: bool) -> None:
         self._model = model
+        self._simply = simply
         self._rotary = rotary
         self._objective = objective
 
@@ -72,8 +74,11 @@ class Scorer:
         tokens = self._prepare(factors, documents)
         # The logits that predict a token stand one position before it.
         first = min(needle.answer[0] for document in documents for needle in document.needles) - 1
-        with torch.no_grad(), TrailingQueries(_layers(self._model)[-1], tokens.shape[1] - first).installed():
-            logits = self._model(input_ids=tokens, use_cache=False).logits
+        kept = tokens.shape[1] - first
+        last = TrailingQueries(_layers(self._model)[-1], kept).installed() if self._simply else nullcontext()
+        with torch.no_grad(), last:
+            options = {} if self._simply else {"logits_to_keep": kept}
+            logits = self._model(input_ids=tokens, use_cache=False, **options).logits
         return [
             [
                 score_tokens(logits[row, start - first - 1 : end - first - 1], tokens[row, start:end])
@@ -90,6 +95,8 @@ class Scorer:
         return tokens
 
     def _plain(self, tokens: Tensor) -> Score:
+        if not self._simply:
+            return score_tokens(self._model(input_ids=tokens[None, :-1], use_cache=False).logits[0], tokens[1:])
         base = self._model.base_model
         hidden = base(input_ids=tokens[None, :-1], use_cache=False).last_hidden_state
         pieces = []
@@ -107,9 +114,13 @@ def scoring(
     """Set a model up for scoring inside the block; factors may change from call to call.
 
     `compiled` fuses what stands between attention and matrix products. It pays when many documents of one length
-    are scored on a GPU, and costs about a minute before the first.
+    are scored on a GPU, and costs about a minute before the first. Models whose attention is of an own kind keep it,
+    and none of this is done.
     """
     with ExitStack() as stack:
+        if not attends_simply(model.config):
+            yield Scorer(model, stack.enter_context(rescaled(model, factors)), objective, simply=False)
+            return
         stack.enter_context(our_attention(model))
         rotary = stack.enter_context(rescaled(model, factors))
         for layer in _layers(model):
@@ -118,7 +129,7 @@ def scoring(
             # The last layer runs in two passes and stays as it is.
             for layer in _layers(model)[:-1]:
                 stack.enter_context(compiled_layer(layer))
-        yield Scorer(model, rotary, objective)
+        yield Scorer(model, rotary, objective, simply=True)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ between short and long factors for each row, and casts to the model's dtype last
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,15 +15,18 @@ from torch import Tensor, nn
 
 from longrope2.errors import RotaryError
 from longrope2.factors import RescaleFactors
-from longrope2.families import FULL_ATTENTION
+from longrope2.families import rescaled_kind
 from longrope2.rope import STANDSTILL
 
-# How a family lays out d/2 angles over the rotated components of a head.
+# How a family lays out d/2 angles over the rotated components of a head. Complex numbers are laid out as "single".
 LAYOUTS = {
     "halves": lambda angles: torch.cat((angles, angles), dim=-1),
     "interleaved": lambda angles: angles.repeat_interleave(2, dim=-1),
     "single": lambda angles: angles,
 }
+
+
+REPORT = "this may be a new transformers version; please report it with the versions you use"
 
 
 def is_long(lengths: Tensor, factors: RescaleFactors, switch_length: int | None = None) -> Tensor:
@@ -46,7 +49,7 @@ class RescaledRotary(nn.Module):
     """The switch length that rule uses; None is the original window."""
 
     def __init__(
-        self, original: nn.Module, layout: str, factors: RescaleFactors, long_rows: bool | Tensor | None
+        self, original: nn.Module, layout: "Layout", factors: RescaleFactors, long_rows: bool | Tensor | None
     ) -> None:
         super().__init__()
         self.original = original
@@ -54,6 +57,11 @@ class RescaledRotary(nn.Module):
         self.factors = factors
         self.long_rows = long_rows
         self._angle_scale = 1.0  # the self-test turns rotation off with it
+
+    @property
+    def config(self) -> Any:
+        """The original's; some models look it up here."""
+        return self.original.config
 
     @property
     def factors(self) -> RescaleFactors:
@@ -75,16 +83,19 @@ class RescaledRotary(nn.Module):
         return self._tables[device]
 
     @torch.no_grad()
-    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
-        """cos and sin for `position_ids` [batch or 1, sequence], in the dtype of `x`."""
-        if layer_type not in (None, FULL_ATTENTION):
-            # Sliding layers with a RoPE of their own (Gemma 3) never look beyond the trained window.
-            return self.original(x, position_ids, layer_type)
+    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor] | Tensor:
+        """cos and sin for `position_ids` [batch or 1, sequence], in the dtype of `x`; for some families, e^(i·angle).
+
+        Families that also take images have an axis of positions before the batch; in text all its rows are equal.
+        """
+        if layer_type not in (None, self.layout.kind):
+            # Layers with a RoPE of their own (Gemma 3's sliding ones) keep it.
+            return self.original(x, position_ids if self._angle_scale else position_ids * 0, layer_type)
+        if position_ids.dim() == 3:
+            position_ids = position_ids[0]
         frequencies, attention_factor = self._chosen(position_ids)
         angles = position_ids[..., None].double() * frequencies * self._angle_scale
-        angles = LAYOUTS[self.layout](angles)
-        cos, sin = (angles.cos() * attention_factor).float(), (angles.sin() * attention_factor).float()
-        return cos.to(x.dtype), sin.to(x.dtype)
+        return self.layout(angles, attention_factor, x.dtype)
 
     def _chosen(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Frequencies and attention factor, broadcastable to [batch, sequence, dims]."""
@@ -114,11 +125,11 @@ def rescaled(
     [batch, sequence]); None: to rows that reach beyond the original window. With `check` a few tokens are run through
     the model to prove that the factors took effect.
     """
-    parent, name, original = _rotary_place(model)
+    places = _rotary_places(model)
     try:
         yield install(model, factors, long_rows=long_rows, check=check)
     finally:
-        setattr(parent, name, original)
+        _put_back(places)
 
 
 def install(
@@ -129,73 +140,114 @@ def install(
     check: bool = True,
 ) -> RescaledRotary:
     """The same for good: put our rotary module into `model`, or raise and leave the model as it was."""
-    parent, name, original = _rotary_place(model)
+    places = _rotary_places(model)
+    original = places[0][2]
     rotary = RescaledRotary(original, _layout(original, factors), factors, long_rows)
-    setattr(parent, name, rotary)
+    for parent, name, _ in places:
+        setattr(parent, name, rotary)
     try:
         if check:
             _prove_effect(model, rotary)
     except BaseException:
-        setattr(parent, name, original)
+        _put_back(places)
         raise
     return rotary
 
 
-def _rotary_place(model: nn.Module) -> tuple[nn.Module, str, nn.Module]:
-    """Where the one rotary module sits: (parent, attribute, module)."""
-    places: list[tuple[nn.Module, str, nn.Module]] = []
+Place = tuple[nn.Module, str, nn.Module]
+"""Parent, attribute and module."""
+
+
+def _put_back(places: list[Place]) -> None:
+    for parent, name, original in places:
+        setattr(parent, name, original)
+
+
+def _rotary_places(model: nn.Module) -> list[Place]:
+    """Where rotary modules sit: one that all layers share, or several that rotate by the same frequencies."""
+    places: list[Place] = []
 
     def visit(parent: nn.Module) -> None:
-        for name, child in parent.named_children():
-            if isinstance(child, RescaledRotary) or _inv_freq(child) is not None:
+        for name, child in parent._modules.items():
+            if child is None:
+                continue
+            if isinstance(child, RescaledRotary) or _frequencies(child)[1] is not None:
                 places.append((parent, name, child))
             else:
                 visit(child)
 
     visit(model)
-    if len(places) != 1:
+    known = [_frequencies(module) for _, _, module in places]
+    if not places or any(kind != known[0][0] or not torch.equal(each, known[0][1]) for kind, each in known):
         raise RotaryError(
-            f"{type(model).__name__} has {len(places)} rotary modules, expected one shared by all layers",
+            f"{type(model).__name__} has {len(places)} rotary modules, expected one that all layers share",
             hint="pass a language model that `longrope2 inspect` accepts, without vision or audio parts",
         )
-    return places[0]
+    return places
 
 
-def _inv_freq(module: nn.Module) -> Tensor | None:
+def _frequencies(module: nn.Module) -> tuple[str | None, Any]:
+    """The kind of layers that a rotary module has the rescaled frequencies for, or None for all, and these."""
+    while isinstance(module, RescaledRotary):
+        module = module.original
     if not type(module).__name__.endswith("RotaryEmbedding"):
-        return None
-    for name in ("inv_freq", f"{FULL_ATTENTION}_inv_freq"):
-        if isinstance(getattr(module, name, None), Tensor):
-            return getattr(module, name)
-    return None
+        return None, None
+    if isinstance(getattr(module, "inv_freq", None), Tensor):
+        return None, module.inv_freq
+    names = [name for name, _ in module.named_buffers(recurse=False) if name.endswith("_inv_freq")]
+    kind = rescaled_kind(name.removesuffix("_inv_freq") for name in names if "original" not in name)
+    return kind, getattr(module, f"{kind}_inv_freq", None)
 
 
-def _layout(module: nn.Module, factors: RescaleFactors) -> str:
+@dataclass(frozen=True)
+class Layout:
+    """How a rotary module hands out its angles."""
+
+    name: str
+    kind: str | None
+    """The kind of layers it does so for, if others have a RoPE of their own."""
+    num_still: int
+    """Frequencies at zero, after those that rotate."""
+    is_complex: bool
+
+    def __call__(self, angles: Tensor, attention_factor: Tensor | float, dtype: torch.dtype) -> Any:
+        """cos and sin, or complex numbers, from angles in float64."""
+        angles = LAYOUTS[self.name](nn.functional.pad(angles, (0, self.num_still)))
+        cos, sin = (angles.cos() * attention_factor).float(), (angles.sin() * attention_factor).float()
+        return torch.complex(cos, sin) if self.is_complex else (cos.to(dtype), sin.to(dtype))
+
+
+def _layout(module: nn.Module, factors: RescaleFactors) -> Layout:
     """Find by trial how this module lays out its angles; refuse what matches nothing known."""
     if isinstance(module, RescaledRotary):
         return module.layout
-    inv_freq = _inv_freq(module)
-    assert inv_freq is not None
-    if inv_freq.numel() != len(factors.long):
+    kind, inv_freq = _frequencies(module)
+    num_still = int((inv_freq == 0).sum())
+    if inv_freq.numel() - num_still != len(factors.long):
         raise RotaryError(
-            f"the model rotates {inv_freq.numel()} dimensions, the factors are for {len(factors.long)}",
+            f"the model rotates {inv_freq.numel() - num_still} dimensions, the factors are for {len(factors.long)}",
             hint="make its own: longrope2 factors MODEL --target-length N --method NAME -o FILE",
         )
-    nested = getattr(module, "inv_freq", None) is None
-    layer = {"layer_type": FULL_ATTENTION} if nested else {}
-    scaling = getattr(module, f"{FULL_ATTENTION}_attention_scaling" if nested else "attention_scaling", 1.0)
+    layer = {} if kind is None else {"layer_type": kind}
+    prefix = "" if kind is None else f"{kind}_"
+    rope_type: Any = getattr(module, "rope_type", None)
+    if (rope_type if kind is None else rope_type[kind]) in ("default", "proportional"):
+        _check_frequencies(module, inv_freq, factors)
+    scaling = getattr(module, f"{prefix}attention_scaling", 1.0)
     positions = torch.arange(4, device=inv_freq.device)[None]
     with torch.no_grad():
-        cos, _ = module(torch.zeros(1, 4, 1, device=inv_freq.device), positions, **layer)
-    inv_freq = _inv_freq(module)  # again: some kinds of RoPE choose it in each forward
-    assert inv_freq is not None
-    angles = positions[..., None].float() * inv_freq.float()
-    tables = {layout: arrange(angles).cos() * scaling for layout, arrange in LAYOUTS.items()}
-    found = [
-        layout
-        for layout, expected in tables.items()
-        if expected.shape == cos.shape and torch.allclose(expected, cos, atol=1e-3)
-    ]
+        output = module(torch.zeros(1, 4, 1, device=inv_freq.device), positions, **layer)
+    _, inv_freq = _frequencies(module)  # again: some kinds of RoPE choose them in each forward
+    rotating = inv_freq[: inv_freq.numel() - num_still].double()
+    angles = positions[..., None] * rotating
+    is_complex = isinstance(output, Tensor)
+    found = []
+    for name in LAYOUTS:
+        layout = Layout(name, kind, num_still, is_complex)
+        expected = layout(angles, scaling, torch.float32)
+        pairs = [(expected, output)] if is_complex else list(zip(expected, output, strict=True))
+        if all(ours.shape == theirs.shape and torch.allclose(ours, theirs, atol=1e-3) for ours, theirs in pairs):
+            found.append(layout)
     if len(found) > 1 and min(factors.long + factors.short) < STANDSTILL:
         raise RotaryError(
             f"this {type(module).__name__} does not rotate, so that nothing tells how its dimensions are laid out",
@@ -203,10 +255,19 @@ def _layout(module: nn.Module, factors: RescaleFactors) -> str:
         )
     if found:
         return found[0]
+    shape = tuple((output if is_complex else output[0]).shape)
     raise RotaryError(
-        f"the rotary layout of {type(module).__name__} is not known here (cos has shape {tuple(cos.shape)})",
-        hint="this may be a new transformers version; please report it with the versions you use",
+        f"the rotary layout of {type(module).__name__} is not known here (cos has shape {shape})", hint=REPORT
     )
+
+
+def _check_frequencies(module: nn.Module, inv_freq: Tensor, factors: RescaleFactors) -> None:
+    """What was read from the config must be what the model rotates by; its buffer may be bfloat16."""
+    read = torch.tensor(
+        [value * factor for value, factor in zip(factors.inv_freq(long=True), factors.long, strict=True)]
+    )
+    if not torch.allclose(inv_freq[: len(read)].float().cpu(), read, rtol=1e-2, atol=0):
+        raise RotaryError(f"{type(module).__name__} rotates by other frequencies than its config says", hint=REPORT)
 
 
 @torch.no_grad()
@@ -247,14 +308,14 @@ def _prove_effect(model: nn.Module, rotary: RescaledRotary) -> None:
     if torch.equal(blind, seeing):
         raise RotaryError(
             f"rescaling had no effect on {type(model).__name__}: its rotary module is never used",
-            hint="this may be a new transformers version; please report it with the versions you use",
+            hint=REPORT,
         )
-    own_sliding_rope = _inv_freq(rotary.original) is not None and not hasattr(rotary.original, "inv_freq")
-    if own_sliding_rope or isinstance(rotary.original, RescaledRotary):
+    if isinstance(rotary.original, RescaledRotary):
         return
-    spread = logits(near * 5, 0.0)
+    # Not far: some models scale queries by their position beyond the original window.
+    spread = logits(near * 3, 0.0)
     if not torch.allclose(blind, spread, atol=1e-3 * float(blind.abs().max())):
         raise RotaryError(
             f"rescaling reached only a part of {type(model).__name__}: some layers still rotate alone",
-            hint="this may be a new transformers version; please report it with the versions you use",
+            hint=REPORT,
         )

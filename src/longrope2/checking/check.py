@@ -21,10 +21,10 @@ from longrope2.checking.statement import (
 )
 from longrope2.console import say
 from longrope2.errors import LongRopeError, ModelError, damage
-from longrope2.families import COPY_AGAIN, FULL_ATTENTION, accept_mscales
+from longrope2.families import COPY_AGAIN, FULL_ATTENTION, accept_mscales, live_config
 from longrope2.generation.saved import write_factors
 from longrope2.gguf_model import open_gguf
-from longrope2.models import ModelInfo, describe, live_config, load_folder, pretrained_source, raw_config
+from longrope2.models import ModelInfo, describe, load_folder, pretrained_source, raw_config
 from longrope2.records import Finding, Table, findings_table
 
 if TYPE_CHECKING:

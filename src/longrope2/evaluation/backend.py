@@ -16,6 +16,7 @@ from longrope2.evaluation.decoding import RowsCache, one_token_each, rows_attent
 from longrope2.evaluation.results import digest
 from longrope2.evaluation.suite import Prompt, TextSpan, cut_at_stop
 from longrope2.factors import RescaleFactors
+from longrope2.families import attends_simply
 from longrope2.generation.saved import carries_factors
 from longrope2.generation.strategies import Switch
 from longrope2.generation.switch import load as load_switching
@@ -57,7 +58,8 @@ class TorchBackend:
 
     def answer(self, prompts: Sequence[Prompt]) -> list[str]:
         """Rows that may cross the switch while they answer go through `generate`, the others together."""
-        crossing = [row for row, prompt in enumerate(prompts) if self._may_cross(prompt)]
+        simply = attends_simply(self.model.config)
+        crossing = [row for row, prompt in enumerate(prompts) if not simply or self._may_cross(prompt)]
         together = [row for row in range(len(prompts)) if row not in crossing]
         with self._out_of_memory("answering", max(len(prompt.token_ids) for prompt in prompts)):
             tokens: dict[int, list[int]] = {row: self._generate(prompts[row]) for row in crossing}
@@ -80,6 +82,8 @@ class TorchBackend:
 
     def _pieces(self, spans: Sequence[TextSpan], measure: Callable[[Tensor, Tensor], Piece]) -> list[list[Piece]]:
         """What `measure` makes of logits and tokens, for each span piece by piece."""
+        if not attends_simply(self.model.config):
+            return [[measure(*self._alone(span))] for span in spans]
         # The last token is only predicted, never run. So answers of one token to the same question share a row.
         inputs = [tuple(span.token_ids[:-1]) for span in spans]
         rows = {tokens: row for row, tokens in enumerate(dict.fromkeys(inputs))}
@@ -92,6 +96,14 @@ class TorchBackend:
                 [measure(*piece) for piece in self._logits(hidden[rows[key]], span)]
                 for key, span in zip(inputs, spans, strict=True)
             ]
+
+    def _alone(self, span: TextSpan) -> tuple[Tensor, Tensor]:
+        """All logits of a span, and its tokens, from a plain forward of the model."""
+        tokens = torch.tensor(span.token_ids, device=self.model.device)
+        places = torch.tensor(span.places, device=self.model.device)
+        with torch.no_grad(), self._out_of_memory("scoring", len(tokens)):
+            logits = self.model(input_ids=tokens[None, :-1], use_cache=False).logits[0]
+        return logits[places - 1], tokens[places]
 
     def _logits(self, hidden: Tensor, span: TextSpan) -> Iterator[tuple[Tensor, Tensor]]:
         """Logits of some tokens of a span, and these tokens, until all had their turn."""
@@ -181,7 +193,7 @@ class TorchBackend:
             top_k=None,
             eos_token_id=sorted(self._ends) or None,
             pad_token_id=min(self._ends, default=0),
-            allow_beyond=True,
+            **({} if self._switch is None else {"allow_beyond": True}),
         )
         new: list[int] = output[0, ids.shape[1] :].tolist()
         return new

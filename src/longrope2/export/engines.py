@@ -68,7 +68,7 @@ class ServingEngine:
         if family in self.static_families:
             if not factors.switches:
                 return None
-            return f"it runs {family} models by way of transformers: use --profile static-long"
+            return f"it runs {family} models with one side at every length: use --profile static-long"
         if self.families is not None and family not in self.families:
             return f"it is not known to run {family} models with such factors"
         if self.temperature == "forced" and long != forced:
@@ -179,6 +179,7 @@ TRANSFORMERS = ServingEngine(
     packages={"transformers": "pip install transformers"},
     chooses="length",
     temperature="long",
+    static_families=("phimoe",),  # which takes the short factors at every length
     remarks={"gemma3_text": "not with 5.17 to 5.20, which stop with an error"},
 )
 VLLM = ServingEngine(

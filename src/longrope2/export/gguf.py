@@ -19,10 +19,9 @@ from longrope2.export.gguf_tokenizer import add_tokenizer
 from longrope2.export.huggingface import serving_config
 from longrope2.export.weights import Change, SourceModel, cast, check_room
 from longrope2.factors import RescaleFactors
-from longrope2.families import FULL_ATTENTION
+from longrope2.families import FULL_ATTENTION, head_dim, live_config
 from longrope2.files import atomic_path, parse_json, write_text
 from longrope2.gguf_model import AGAIN, FACTORS_KEY, GRANITE, LLAMA, PHI3, STEP35, Architecture, open_gguf
-from longrope2.models import head_dim, live_config
 
 if TYPE_CHECKING:
     import numpy as np

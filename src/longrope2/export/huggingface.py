@@ -11,19 +11,31 @@ from typing import Any
 import torch
 
 from longrope2.console import ProgressLine, warn
-from longrope2.errors import FactorsError, LongRopeError
+from longrope2.errors import FactorsError, LongRopeError, ModelError
 from longrope2.export.card import is_card
 from longrope2.export.engines import forced_temperature
 from longrope2.export.weights import Change, SourceModel, cast, check_room
 from longrope2.factors import RescaleFactors
-from longrope2.families import FAMILIES, FULL_ATTENTION, SLIDING_ATTENTION, Family, read_config
+from longrope2.families import (
+    FULL_ATTENTION,
+    ODD,
+    ORIGINAL,
+    SLIDING_ATTENTION,
+    Family,
+    head_dim,
+    live_config,
+    read_config,
+    rescaled_kind,
+    rope_parameters,
+)
 from longrope2.files import atomic_folder, write_json, write_text
 from longrope2.generation.saved import FACTORS_FILE, OWN_KEY, read_switch_length, write_factors
-from longrope2.models import head_dim, json_object, live_config, write_manifest
+from longrope2.models import json_object, write_manifest
 
 EXPORT = "export"
 REPLACED = {"rope_parameters", "rope_scaling", "original_max_position_embeddings", OWN_KEY, "_name_or_path", "auto_map"}
 """What an export writes itself or leaves out; all else of a model's config.json stays."""
+PER_LAYER = ("allow_global_per_layer_attribute_access",)
 CARD = "README.md"
 SHARD_BYTES = 4 << 30
 COMPANIONS = (
@@ -160,35 +172,49 @@ def serving_config(source: Mapping[str, Any], factors: RescaleFactors, *, dtype:
     # Another switch length than the original window is something that only `longrope2.load` knows. It was measured
     # with the factors beside it, and says nothing of others.
     reading = read_config(source)
-    family, before = FAMILIES[reading.family], reading.rescaled
+    family, before = ODD.get(reading.family, Family()), reading.rescaled
     same = before is not None and (before.factors, before.long_factors) == (factors.short, factors.long)
     switch_length = read_switch_length(config.to_dict()) if same and factors.switches else None
     write_factors(config, factors, switch_length or factors.original_length)
     written = config.to_dict()
-    nested = FULL_ATTENTION in written["rope_parameters"]
-    parameters = written["rope_parameters"][FULL_ATTENTION] if nested else written["rope_parameters"]
+    kind, parameters = rope_parameters(config)
     result = {name: value for name, value in source.items() if name not in REPLACED} | {
         **{
-            name: written[name]
-            for name in ("architectures", "max_position_embeddings", "rope_parameters", OWN_KEY)
-            if name in written
+            name: written[name] for name in ("architectures", "rope_parameters", OWN_KEY, *PER_LAYER) if name in written
         },
+        config.attribute_map.get("max_position_embeddings", "max_position_embeddings"): factors.target_length,
         "dtype": dtype,
         "torch_dtype": dtype,  # before transformers 4.56
-        "head_dim": head_dim(config),  # several readers know no default
-        "rope_theta": factors.theta,
+        "rope_theta": parameters["rope_theta"],
         "rope_scaling": _legacy_parameters(family, parameters, factors),
     }
+    if not (
+        getattr(config, "is_heterogeneous", False) or isinstance(getattr(type(config), "head_dim", None), property)
+    ):
+        result["head_dim"] = head_dim(config)  # several readers know no default
     if "partial_rotary_factor" in parameters:
         partial = parameters["partial_rotary_factor"]
         result |= {"partial_rotary_factor": partial, family.theta_key: factors.theta, family.partial_key: partial}
-    if nested:
-        result["rope_local_base_freq"] = written["rope_parameters"][SLIDING_ATTENTION]["rope_theta"]
+    local = written["rope_parameters"].get(SLIDING_ATTENTION) if kind == FULL_ATTENTION else None
+    if local:
+        result["rope_local_base_freq"] = local["rope_theta"]
     # transformers 4 switches only where it stands at the top; vLLM takes it for the default window, which is right
     # for `dual` alone. Phi-3 assumes 4096 where it is missing.
-    if family.original_window or factors.switches:
-        result["original_max_position_embeddings"] = factors.original_length
-    return result
+    if hasattr(type(config), ORIGINAL) or factors.switches:
+        result[ORIGINAL] = factors.original_length
+    without = {name: value for name, value in result.items() if name != "rope_scaling"}
+    return result if _ropes(result) == _ropes(without) else without
+
+
+def _ropes(config: Mapping[str, Any]) -> Any:
+    """What a config says of RoPE in all layers. The older form is for one kind; some families take it for all."""
+    try:
+        live = live_config(config)
+        kind, _ = rope_parameters(live)
+        others = {name: value for name, value in live.rope_parameters.items() if kind not in (None, name)}
+        return read_config(config), others
+    except ModelError:  # as of families that only know the newer form
+        return None
 
 
 def _legacy_parameters(family: Family, parameters: Mapping[str, Any], factors: RescaleFactors) -> dict[str, Any]:
@@ -211,7 +237,9 @@ def config_problems(config: Mapping[str, Any], expected: Mapping[str, Any]) -> l
         if key in expected:
             problems += _difference(key, config.get(key), expected[key])
     for key in ("rope_parameters", "rope_scaling"):
-        found, wanted = (_full_attention(source.get(key)) for source in (config, expected))
+        if key not in expected:
+            continue
+        found, wanted = (_rescaled_part(source.get(key)) for source in (config, expected))
         if found is None:
             problems.append(f"{key} is missing")
             continue
@@ -220,8 +248,11 @@ def config_problems(config: Mapping[str, Any], expected: Mapping[str, Any]) -> l
     return problems
 
 
-def _full_attention(parameters: Any) -> Any:
-    return parameters.get(FULL_ATTENTION, parameters) if isinstance(parameters, Mapping) else None
+def _rescaled_part(parameters: Any) -> Any:
+    if not isinstance(parameters, Mapping):
+        return None
+    kind = rescaled_kind(name for name, value in parameters.items() if isinstance(value, Mapping))
+    return parameters[kind] if kind else parameters
 
 
 def _difference(name: str, found: Any, wanted: Any) -> list[str]:

@@ -13,10 +13,10 @@ from longrope2.export.engines import forced_temperature
 from longrope2.export.gguf import GGUFExport
 from longrope2.export.huggingface import is_exported_folder, serving_config
 from longrope2.factors import RescaleFactors
-from longrope2.families import FULL_ATTENTION, RopeReading, accept_mscales, read_config
+from longrope2.families import FULL_ATTENTION, RopeReading, accept_mscales, live_config, read_config
 from longrope2.generation.saved import FACTORS_FILE, read_factors, read_switch_length
 from longrope2.gguf_model import FACTORS_KEY, open_gguf
-from longrope2.models import json_object, live_config, load_folder
+from longrope2.models import json_object, load_folder
 from longrope2.rotary import rescaled
 
 GIVE_EXPORT = (

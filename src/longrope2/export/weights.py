@@ -13,15 +13,13 @@ import torch
 from torch import Tensor
 
 from longrope2.errors import LongRopeError, ModelError, damage
-from longrope2.families import FAMILIES, read_config
+from longrope2.families import ODD, Family, head_dim, live_config, read_config
 from longrope2.files import read_json
 from longrope2.gguf_model import GGUFModel, open_gguf
 from longrope2.models import (
     ModelInfo,
     check_manifest,
-    head_dim,
     json_object,
-    live_config,
     load_tokenizer,
     pretrained_source,
 )
@@ -189,6 +187,14 @@ def check_room(output: Path, needed: int) -> None:
         )
 
 
+FOLDED = (
+    "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "phi", "phi3", "gpt_neox", "gemma",
+    "gemma2", "gemma3_text", "olmo2", "granite", "stablelm", "glm", "glm4", "cohere", "cohere2", "starcoder2",
+    "smollm3", "gpt_oss",
+)  # fmt: skip
+"""Families whose queries are known to be made by these weights alone; each is tested."""
+
+
 class QueryScale:
     """The attention temperature, moved from RoPE into the weights that make queries, tensor by tensor.
 
@@ -200,13 +206,18 @@ class QueryScale:
     def __init__(self, config: Mapping[str, Any], names: Collection[str], factor: float) -> None:
         live = live_config(config)
         reading = read_config(config)
-        self._family = FAMILIES[reading.family]
+        if reading.family not in FOLDED:
+            raise ModelError(
+                f"which weights of '{reading.family}' models make queries is not known here: nothing can be folded",
+                hint="omit --fold-temperature",
+            )
+        self._family = ODD.get(reading.family, Family())
         self._num_heads = live.num_attention_heads
         self._pattern = torch.ones(head_dim(live))
         self._pattern[: reading.rope.rotary_dim] = factor
         kinds = reading.layer_types
-        if self._family.rotates is not None:
-            self._layers = {i for i, kind in enumerate(kinds) if kind == self._family.rotates}
+        if reading.rotates is not None:
+            self._layers = {i for i, kind in enumerate(kinds) if kind == reading.rotates}
         else:
             rotates = getattr(live, "no_rope_layers", None) or [True] * len(kinds)  # SmolLM3; 1 means it rotates
             self._layers = {i for i in range(len(kinds)) if rotates[i]}

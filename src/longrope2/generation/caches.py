@@ -1,22 +1,27 @@
 """Key-value caches: what one was filled with, how to empty it, how rows move from one into another."""
 
 import copy
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    StaticLayer,
-    StaticSlidingWindowLayer,
-)
+from transformers import cache_utils
+from transformers.cache_utils import StaticLayer
 
 from longrope2.errors import LongRopeError
 
-# Layers that hold plain keys and values. Quantised ones are lossy, so nothing built on them could be exact.
-KNOWN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
+# Layers whose tensors are plain and known: keys and values, states of convolutions and linear attention, keys of an
+# indexer. Quantised ones are lossy, so nothing built on them could be exact.
+KNOWN_LAYERS = {
+    *("DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSlidingWindowLayer"),
+    *("DynamicIndexedLayer", "StaticIndexedLayer", "LinearAttentionLayer"),
+    *("LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer"),
+    *("LinearAttentionAndStaticFullAttentionLayer", "LinearAttentionAndStaticSlidingWindowAttentionLayer"),
+}
+_TENSORS = ("keys", "values", "indexer_keys", "conv_states", "recurrent_states")
+_SIZES = ("max_cache_len", "sliding_window", "number_of_states")
 PADDING = -1
 _NOTE = "longrope2_filled"
 
@@ -59,10 +64,11 @@ def num_cached(cache: Any) -> int:
 
 def check_kind(cache: Any) -> None:
     """Refuse a cache that cannot be refilled exactly."""
-    odd = sorted({type(layer).__name__ for layer in cache.layers if type(layer) not in KNOWN_LAYERS})
-    if odd:
+    odd = sorted({type(layer).__name__ for layer in cache.layers if not _is_known(layer)})
+    if odd or type(cache).__module__ != cache_utils.__name__:  # a family's own may keep more than layers
         raise LongRopeError(
-            f"generation with {type(cache).__name__} is not exact across the switch (layers: {', '.join(odd)})",
+            f"generation with {type(cache).__name__} is not exact across the switch"
+            + (f" (layers: {', '.join(odd)})" if odd else ", since it keeps more than layers of a known kind"),
             hint="use cache_implementation 'dynamic', 'static', 'offloaded' or 'offloaded_static'",
         )
 
@@ -71,11 +77,8 @@ def empty(cache: Any) -> None:
     """Forget everything in a cache, which stays the same object."""
     cache.reset()
     note(cache, None)
-    for layer in cache.layers:
-        if isinstance(layer, DynamicLayer):
-            # Some transformers releases fill dynamic layers with zeros here instead of dropping them.
-            layer.keys = layer.values = None
-            layer.is_initialized = False
+    # Static ones stay where a compiled step finds them. Of others, some transformers releases keep zeros.
+    cache.layers = [layer if isinstance(layer, StaticLayer) else _blank_layer(layer) for layer in cache.layers]
 
 
 def blank_like(cache: Any) -> Any:
@@ -86,15 +89,21 @@ def blank_like(cache: Any) -> Any:
     return blank
 
 
+def _is_known(layer: Any) -> bool:
+    return type(layer).__name__ in KNOWN_LAYERS and type(layer).__module__ == cache_utils.__name__
+
+
 def _blank_layer(layer: Any) -> Any:
-    blank = copy.copy(layer)
-    blank.keys = blank.values = None
-    blank.is_initialized = False
-    for counter in ("cumulative_length", "cumulative_length_int"):
-        if hasattr(layer, counter):
-            value = getattr(layer, counter)
-            setattr(blank, counter, torch.zeros_like(value) if isinstance(value, Tensor) else 0)
-    return blank
+    sizes = {name: getattr(layer, name) for name in _SIZES if hasattr(layer, name)}
+    # Static layers that slide keep the smaller of both sizes only; the others pass over what they need not know.
+    return type(layer)(**{"sliding_window": sizes.get("max_cache_len"), **sizes})
+
+
+def _tensors(layer: Any) -> Iterator[Tensor]:
+    """What a layer holds, in a fixed order; rows come first."""
+    for name in _TENSORS:
+        held = getattr(layer, name, None)
+        yield from (each for each in (held.values() if isinstance(held, dict) else (held,)) if each is not None)
 
 
 def replace_rows(cache: Any, rows: list[int], source: Any) -> None:
@@ -106,8 +115,7 @@ def replace_rows(cache: Any, rows: list[int], source: Any) -> None:
         torch.cuda.synchronize()  # its layers move between devices on a stream of their own
     indices: dict[torch.device, Tensor] = {}  # one copy to each device, which the host has to wait for
     for layer, new in zip(cache.layers, source.layers, strict=True):
-        device = layer.keys.device
-        if device not in indices:
-            indices[device] = torch.tensor(rows, device=device)
-        layer.keys.index_copy_(0, indices[device], new.keys.to(device))
-        layer.values.index_copy_(0, indices[device], new.values.to(device))
+        for old, fresh in zip(_tensors(layer), _tensors(new), strict=True):
+            if old.device not in indices:
+                indices[old.device] = torch.tensor(rows, device=old.device)
+            old.index_copy_(0, indices[old.device], fresh.to(old.device))

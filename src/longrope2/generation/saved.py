@@ -9,19 +9,27 @@ from longrope2.console import warn
 from longrope2.errors import FactorsError, ModelError
 from longrope2.factors import RescaleFactors
 from longrope2.families import (
-    FULL_ATTENTION,
     LONG_MSCALE,
+    ORIGINAL,
     SHORT_MSCALE,
+    STILL,
     RopeReading,
     accept_mscales,
+    head_dim,
     read_config,
+    rope_parameters,
 )
 from longrope2.files import file_digest, write_json
-from longrope2.models import MANIFEST, ModelInfo, head_dim, json_object
+from longrope2.models import MANIFEST, ModelInfo, json_object
 from longrope2.records import Manifest
 
 # Beside the RoPE parameters, whose unknown keys transformers complains about; here it passes over them.
 OWN_KEY, SWITCH_LENGTH = "longrope2", "switch_length"
+SCALING = {
+    "type", "factor", "attention_factor", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim",
+    "low_freq_factor", "high_freq_factor",
+}  # fmt: skip
+"""Parameters of the rescaling that factors replace; others say how a family rotates, and stay."""
 FACTORS_FILE = "factors.json"
 """What `train` and `export` write beside config.json; the truth that `verify` holds an exported folder to."""
 
@@ -29,29 +37,34 @@ FACTORS_FILE = "factors.json"
 def write_factors(config: Any, factors: RescaleFactors, switch_length: int) -> None:
     """Turn a model's config, in place, into one with these factors; sliding layers keep their own RoPE."""
     accept_mscales()
-    before = config.rope_parameters or {}
-    # Where layers share one RoPE, transformers puts its type beside an entry for a kind, and passes over that entry.
-    if nested := FULL_ATTENTION in before and all(isinstance(entry, dict) for entry in before.values()):
-        before = before[FULL_ATTENTION]
-    kept = {name: before[name] for name in ("partial_rotary_factor",) if name in before}
+    kind, before = rope_parameters(config)
+    num_still = read_config(config.to_dict(), original_length=factors.original_length).num_still
+    dropped = SCALING if num_still == 0 else {*SCALING, "partial_rotary_factor"}
+    still = [STILL] * num_still
     parameters: dict[str, Any] = {
-        **kept,
+        **{name: value for name, value in before.items() if value is not None and name not in dropped},
         "rope_type": "longrope",
-        "rope_theta": factors.theta,
-        "long_factor": list(factors.long),
-        "short_factor": list(factors.short),
-        "original_max_position_embeddings": factors.original_length,
+        "rope_theta": before["rope_theta"] if still else factors.theta,
+        "long_factor": [*factors.long, *still],
+        "short_factor": [*factors.short, *still],
+        ORIGINAL: factors.original_length,
         "factor": factors.extension_ratio,
         "attention_factor": factors.long_attention_factor,
         # What vLLM and SGLang read, which otherwise apply √(1 + ln s/ln L_train); transformers passes over these.
         LONG_MSCALE: factors.long_attention_factor,
         SHORT_MSCALE: factors.short_attention_factor,
     }
-    config.rope_parameters = {**config.rope_parameters, FULL_ATTENTION: parameters} if nested else parameters
+    if "mscale_all_dim" in before and before.get("factor"):
+        # DeepSeek's attention scales all scores by these two as well, whatever the kind of RoPE.
+        parameters |= {name: before[name] for name in ("mscale_all_dim", "factor")}
+    config.rope_parameters = {**config.rope_parameters, kind: parameters} if kind else parameters
     config.max_position_embeddings = factors.target_length
-    if hasattr(config, "original_max_position_embeddings"):  # Phi-3, where it overrides the parameters
-        config.original_max_position_embeddings = factors.original_length
-    if getattr(config, "head_dim", 0) is None:
+    if hasattr(config, ORIGINAL):  # Phi-3, where it overrides the parameters
+        setattr(config, ORIGINAL, factors.original_length)
+    if getattr(config, "is_heterogeneous", False):
+        # Gemma 4, whose layers differ in head_dim: transformers looks at one of them to check the factors.
+        config.allow_global_per_layer_attribute_access = True
+    elif getattr(config, "head_dim", 0) is None:
         config.head_dim = head_dim(config)  # or transformers does not save it
     if hasattr(config, "auto_map"):
         del config.auto_map  # it names code that stays behind with the original, and knows none of this

@@ -183,6 +183,8 @@ class SwitchingModel(_Model):
             run.take(cache, input_ids)
         start, stop = num_cached(cache), input_ids.shape[1]
         outputs = run.advance(self, cache, input_ids, start, stop, chunk=chunk, **_without_cache(model_kwargs))
+        if cache is None and getattr(outputs, "past_key_values", None) is not None:
+            check_kind(outputs.past_key_values)  # some families make one of their own
         run.before_token(input_ids, cache, attention_mask=mask, position_ids=model_kwargs["position_ids"])
         return outputs
 

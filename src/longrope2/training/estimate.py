@@ -16,8 +16,8 @@ from longrope2.console import duration
 from longrope2.data.config import PlanConfig
 from longrope2.data.plan import Plan, read_plan
 from longrope2.errors import LongRopeError
-from longrope2.families import SLIDING_ATTENTION
-from longrope2.models import ModelInfo, describe, head_dim, num_kv_heads, skeleton
+from longrope2.families import SLIDING_ATTENTION, head_dim
+from longrope2.models import ModelInfo, decoder_layers, describe, num_kv_heads, skeleton
 from longrope2.options import broken_limits, wrong_types
 from longrope2.perplexity import LOGIT_ROWS
 from longrope2.records import Table
@@ -93,7 +93,7 @@ def shape_of(
 ) -> ModelShape:
     """The shape of a model, live or on the meta device, before anything is added to it."""
     config = model.config.get_text_config()
-    layers = [_count(layer) for layer in model.base_model.layers]
+    layers = [_count(layer) for layer in decoder_layers(model)]
     total = _count(model)
     frozen = matching(model, freeze)
     learns = learning_beside(model, also) if lora else {name for name, _ in model.named_parameters()} - frozen

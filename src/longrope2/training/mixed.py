@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from longrope2.attention import documents, our_attention
 from longrope2.data.loader import IGNORED_LABEL
 from longrope2.factors import RescaleFactors
+from longrope2.families import attends_simply
 from longrope2.perplexity import LOGIT_ROWS, compiled_layer, head_logits
 from longrope2.rotary import RescaledRotary, rescaled
 
@@ -66,9 +68,11 @@ class Batch:
 class MixedWindowModel(nn.Module):
     """A model set up for mixed rows, as one module from rows to loss; make one with `mixed_window`."""
 
-    def __init__(self, model: Any, rotary: RescaledRotary, loss: CrossEntropy) -> None:
+    def __init__(self, model: Any, rotary: RescaledRotary, loss: CrossEntropy, *, simply: bool) -> None:
         super().__init__()
         self.model = model
+        self.simply = simply
+        """Whether documents share a row; else each is run alone, with the attention of the model's own."""
         self._loss = loss
         self._steering = (rotary,)  # in a tuple, or torch would list it a second time: it is a part of `model`
 
@@ -81,10 +85,31 @@ class MixedWindowModel(nn.Module):
 
     def logits(self, batch: Batch) -> Tensor:
         """All logits [B, S, V]: for tests and short rows."""
+        if not self.simply:
+            return torch.stack([torch.cat([piece for piece, _ in row]) for row in self._alone(batch)])
         return self.model(input_ids=batch.tokens, position_ids=batch.positions, use_cache=False).logits
+
+    def _alone(self, batch: Batch) -> Iterator[list[tuple[Tensor, Tensor]]]:
+        """For each row the logits and labels of its documents: states of a hybrid layer would run across them."""
+        for row, ends in enumerate(batch.boundaries):
+            self._steering[0].long_rows = batch.long_rows[row : row + 1]
+            yield [
+                (
+                    self.model(
+                        input_ids=batch.tokens[row : row + 1, start:end],
+                        position_ids=batch.positions[row : row + 1, start:end],
+                        use_cache=False,
+                    ).logits[0],
+                    batch.labels[row, start:end],
+                )
+                for start, end in pairwise(ends)
+            ]
 
     def forward(self, batch: Batch) -> Tensor:
         """The sum of the loss over the batch's labels, never holding more than a piece of the logits."""
+        if not self.simply:
+            pieces = [self._loss(*piece) for row in self._alone(batch) for piece in row]
+            return torch.stack(pieces).sum()
         base = self.model.base_model
         hidden = base(input_ids=batch.tokens, position_ids=batch.positions, use_cache=False).last_hidden_state
         return loss_in_pieces(
@@ -106,16 +131,18 @@ def mixed_window(
     the least memory that does not pay for attention twice. `compiled` fuses what stands between matrix products,
     which pays on a GPU after the first steps.
     """
+    simply = attends_simply(model.config)
     with ExitStack() as stack:
-        stack.enter_context(our_attention(model))
+        if simply:
+            stack.enter_context(our_attention(model))
         rotary = stack.enter_context(rescaled(model, factors))
         if recompute:
             stack.enter_context(_recomputing(model))
-        if compiled:
+        if compiled and simply:
             for layer in model.base_model.layers:
                 stack.enter_context(compiled_layer(layer))
         loss = torch.compile(cross_entropy, dynamic=False) if compiled else cross_entropy
-        yield MixedWindowModel(model, rotary, loss)
+        yield MixedWindowModel(model, rotary, loss, simply=simply)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from longrope2.attention import exchanging
 from longrope2.distributed import World
 from longrope2.errors import LongRopeError
+from longrope2.models import decoder_layers
 from longrope2.training.mixed import Batch, MixedWindowModel
 
 
@@ -30,7 +31,12 @@ def shard(mixed: MixedWindowModel, here: World) -> None:
         dist.init_process_group("cpu:gloo,cuda:nccl", store=HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh(device, (here.num_processes,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if device == "cuda" else None, reduce_dtype=torch.float32)
-    for layer in mixed.model.base_model.layers:
+    if here.num_processes > 1 and not mixed.simply:
+        raise LongRopeError(
+            f"'{mixed.model.config.model_type}' models are trained document by document, by one process alone",
+            hint="train on one GPU",
+        )
+    for layer in decoder_layers(mixed.model):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(mixed, mesh=mesh, mp_policy=policy)
 

@@ -13,6 +13,7 @@ from longrope2.books import read_books
 from longrope2.distributed import World
 from longrope2.errors import DataError
 from longrope2.factors import RescaleFactors
+from longrope2.models import decoder_layers
 from longrope2.needles import NeedleDocument, make_needles
 from longrope2.perplexity import Score, scoring
 from longrope2.records import NeedleLine, NeedleTrial
@@ -65,7 +66,7 @@ class Retrieval:
 @contextmanager
 def _resting(mixed: MixedWindowModel) -> Iterator[None]:
     """No training, and no compiled layers: scoring changes how they run."""
-    layers = mixed.model.base_model.layers
+    layers = decoder_layers(mixed.model)
     compiled = [layer._compiled_call_impl for layer in layers]
     mixed.eval()
     for layer in layers:
