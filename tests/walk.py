@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from longrope2.data.loader import IGNORED_LABEL
 from longrope2.errors import LongRopeError
 from longrope2.export.engines import MLX, TRANSFORMERS, VLLM
-from longrope2.export.gguf import ARCHITECTURES
+from longrope2.export.gguf import WRITTEN_AS
 from longrope2.export.huggingface import serving_config
 from longrope2.factors import RescaleFactors
 from longrope2.families import read_config, refuse, rope_parameters
@@ -416,7 +416,7 @@ def page(text: str, verdicts: dict[str, Verdict]) -> str:
     ]
     for name in boxes[SUPPORTED]:
         vllm = "yes" if name in VLLM.families else "`static-long`" if name in VLLM.static_families else ""
-        known = ("yes" if name in families else "" for families in (MLX.families, ARCHITECTURES))
+        known = ("yes" if name in families else "" for families in (MLX.families, WRITTEN_AS))
         cells = (f"`{name}`", EXAMPLES.get(name, ""), verdicts[name].note, vllm, *known)
         lines.append(f"|{'|'.join(f' {cell} ' if cell else ' ' for cell in cells)}|")
     for box, title in ((SEARCH, "For search and training only"), (REFUSED, "Refused")):
