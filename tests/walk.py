@@ -330,7 +330,7 @@ def rotating_kinds(config: Any) -> set[str]:
         layer.register_forward_hook(after, with_kwargs=True)
     with rescaled(model, tiny_factors(config), check=False) as rotary:
         logits(model, tokens_of(12))
-        rotary._angle_scale = float("nan")
+        rotary._tables = {device: table * float("nan") for device, table in rotary._tables.items()}
         logits(model, tokens_of(12))
     kinds = read_config(config.to_dict()).layer_types
     return {kind for layer, kind in zip(layers, kinds, strict=True) if layer in found}

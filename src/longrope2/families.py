@@ -248,7 +248,10 @@ def rope_parameters(live: Any) -> tuple[str | None, dict[str, Any]]:
             f"'{live.model_type}': no rotary position embedding in this config, so there is nothing to rescale",
             hint=OTHER_MODEL,
         )
-    return kind, parameters | {"rope_type": parameters.get("rope_type") or "default"}
+    parameters = parameters | {"rope_type": parameters.get("rope_type") or "default"}
+    if kind is None and getattr(live, ORIGINAL, None):
+        parameters[ORIGINAL] = getattr(live, ORIGINAL)  # the one outside goes first, as in transformers
+    return kind, parameters
 
 
 def rescaled_kind(kinds: Iterable[str]) -> str | None:
@@ -305,7 +308,7 @@ def _read(live: Any, original_length: int | None, *, states_original: bool) -> R
     method = parameters["rope_type"]
     remarks = []
     # Where no config states it, transformers takes the present window for the original one.
-    stated = parameters.get(ORIGINAL) or getattr(live, ORIGINAL, None) or window
+    stated = parameters.get(ORIGINAL) or window
     implied = method not in ("default", "dynamic") and stated == window and not states_original
     found_length = original_length or _original_length(parameters, window, None if implied else stated)
     if original_length is None and implied:

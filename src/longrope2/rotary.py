@@ -5,7 +5,7 @@ module in its place: it builds the tables in float64 (float32 phases are off by 
 between short and long factors for each row, and casts to the model's dtype last.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -56,7 +56,6 @@ class RescaledRotary(nn.Module):
         self.layout = layout
         self.factors = factors
         self.long_rows = long_rows
-        self._angle_scale = 1.0  # the self-test turns rotation off with it
 
     @property
     def config(self) -> Any:
@@ -90,11 +89,11 @@ class RescaledRotary(nn.Module):
         """
         if layer_type not in (None, self.layout.kind):
             # Layers with a RoPE of their own (Gemma 3's sliding ones) keep it.
-            return self.original(x, position_ids if self._angle_scale else position_ids * 0, layer_type)
+            return self.original(x, position_ids, layer_type)
         if position_ids.dim() == 3:
             position_ids = position_ids[0]
         frequencies, attention_factor = self._chosen(position_ids)
-        angles = position_ids[..., None].double() * frequencies * self._angle_scale
+        angles = position_ids[..., None].double() * frequencies
         return self.layout(angles, attention_factor, x.dtype)
 
     def _chosen(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -270,52 +269,70 @@ def _check_frequencies(module: nn.Module, inv_freq: Tensor, factors: RescaleFact
         raise RotaryError(f"{type(module).__name__} rotates by other frequencies than its config says", hint=REPORT)
 
 
-@torch.no_grad()
 def _prove_effect(model: nn.Module, rotary: RescaledRotary) -> None:
-    """Raise RotaryError unless rotation, and all of it, now comes from our module.
+    """Raise RotaryError unless rotation, and all of it, now comes from our module."""
+    # One side only: at angle zero nothing but the two attention factors could distinguish rows. With the original
+    # frequencies: factors may be such that nothing rotates.
+    chosen, factors = rotary.long_rows, rotary.factors
+    rotary.factors, rotary.long_rows = replace(factors, long=(1.0,) * len(factors.long)), True
+    try:
+        prove_rotation(model, [rotary])
+    finally:
+        rotary.factors, rotary.long_rows = factors, chosen
 
-    The field's classic fault is a patch that transformers never calls. With our angles set to zero the model
-    must become blind to positions (nothing else rotates) and must differ from the model that rotates.
+
+@torch.no_grad()
+def prove_rotation(model: nn.Module, modules: Iterable[nn.Module]) -> None:
+    """Raise RotaryError unless these rotary modules, and nothing else, tell a model where tokens are.
+
+    The field's classic fault is a patch that transformers never calls. With angles of zero the model must be blind to
+    positions, and must differ from the model that rotates.
     """
     device = next(model.parameters()).device
     tokens = torch.arange(1, 9, device=device)[None]
     near = torch.arange(8, device=device)[None]
 
-    def logits(positions: Tensor, angle_scale: float) -> Tensor:
-        # One side only: at angle zero nothing but the two attention factors could distinguish rows. With the original
-        # frequencies: factors may be such that nothing rotates.
-        chosen, factors = rotary.long_rows, rotary.factors
-        rotary.factors = replace(factors, long=(1.0,) * len(factors.long))
-        rotary.long_rows, rotary._angle_scale = True, angle_scale
-        try:
-            # An explicit mask: without one, gaps between positions would be read as document boundaries.
-            outputs: Any = model(
-                input_ids=tokens,
-                position_ids=positions,
-                attention_mask=torch.ones_like(tokens),
-                use_cache=False,
-            )
-        finally:
-            rotary.factors, rotary.long_rows, rotary._angle_scale = factors, chosen, 1.0
+    def logits(positions: Tensor) -> Tensor:
+        # An explicit mask: without one, gaps between positions would be read as document boundaries.
+        outputs: Any = model(
+            input_ids=tokens, position_ids=positions, attention_mask=torch.ones_like(tokens), use_cache=False
+        )
         return outputs.logits.float()
 
-    blind, seeing = logits(near, 0.0), logits(near, 1.0)
+    was_training = model.training
+    model.eval()  # a trainer's own has dropout
+    try:
+        seeing = logits(near)
+        with angles_of_zero(modules):
+            # Not far: some models scale queries by their position beyond the original window.
+            blind, spread = logits(near), logits(near * 3)
+    finally:
+        model.train(was_training)
+    name = type(model).__name__
     if bool(blind.isnan().any()):
         raise RotaryError(
-            f"{type(model).__name__} returns logits that are not numbers for eight plain tokens",
+            f"{name} returns logits that are not numbers for eight plain tokens",
             hint="its weights may be damaged, or too large for this dtype",
         )
     if torch.equal(blind, seeing):
-        raise RotaryError(
-            f"rescaling had no effect on {type(model).__name__}: its rotary module is never used",
-            hint=REPORT,
-        )
-    if isinstance(rotary.original, RescaledRotary):
-        return
-    # Not far: some models scale queries by their position beyond the original window.
-    spread = logits(near * 3, 0.0)
+        raise RotaryError(f"angles of zero have no effect on {name}: its rotary module is never used", hint=REPORT)
     if not torch.allclose(blind, spread, atol=1e-3 * float(blind.abs().max())):
         raise RotaryError(
-            f"rescaling reached only a part of {type(model).__name__}: some layers still rotate alone",
-            hint=REPORT,
+            f"with angles of zero {name} still tells positions apart: some layers rotate alone", hint=REPORT
         )
+
+
+@contextmanager
+def angles_of_zero(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Let rotary modules see position zero alone inside the block, where nothing turns."""
+
+    def still(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        zeroed = {name: value * 0 if name == "position_ids" else value for name, value in named.items()}
+        return (*given[:1], *(value * 0 if isinstance(value, Tensor) else value for value in given[1:])), zeroed
+
+    hooks = [module.register_forward_pre_hook(still, with_kwargs=True) for module in modules]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -259,10 +259,11 @@ def _proof(model: Any, no_model: str) -> Iterator[Finding]:
     if model is None:
         yield Finding(LIVE, "zero angles", None, "not checked", no_model)
         return
-    from longrope2.checking.live import prove_rotation
+    from longrope2.checking.live import rotary_modules
+    from longrope2.rotary import prove_rotation
 
     try:
-        prove_rotation(model)
+        prove_rotation(model, rotary_modules(model))
     except LongRopeError as error:
         yield Finding(LIVE, "zero angles", None, "WRONG", error.message)
     except Exception as error:  # whatever its forward raises with such a RoPE

@@ -1,10 +1,8 @@
-"""What the rotary modules of a live transformers model do, read off what they return, and that nothing else rotates.
+"""What the rotary modules of a live transformers model do, read off what they return.
 
 Knows no layout and no family: positions go in, cos and sin (or complex numbers) come out.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -95,52 +93,3 @@ def _as_complex(output: Any) -> Tensor | None:
     if isinstance(output, tuple) and len(output) == 2 and all(isinstance(each, Tensor) for each in output):
         return torch.complex(output[0].double(), output[1].double())
     return None
-
-
-@contextmanager
-def angles_of_zero(model: nn.Module) -> Iterator[None]:
-    """Let every rotary module see position zero alone inside the block, where nothing turns."""
-
-    def still(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        zeroed = {name: value * 0 if name == "position_ids" else value for name, value in named.items()}
-        return (*given[:1], *(value * 0 if isinstance(value, Tensor) else value for value in given[1:])), zeroed
-
-    hooks = [module.register_forward_pre_hook(still, with_kwargs=True) for module in rotary_modules(model)]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-@torch.no_grad()
-def prove_rotation(model: nn.Module) -> None:
-    """Raise RotaryError unless the rotary modules, and nothing else, tell the model where tokens are.
-
-    With angles of zero it must be blind to positions, and must differ from the model that rotates.
-    """
-    device = next(model.parameters()).device
-    tokens = torch.arange(1, 9, device=device)[None]
-    near = torch.arange(8, device=device)[None]
-
-    def logits(positions: Tensor) -> Tensor:
-        # An explicit mask: without one, gaps between positions would be read as document boundaries.
-        outputs: Any = model(
-            input_ids=tokens, position_ids=positions, attention_mask=torch.ones_like(tokens), use_cache=False
-        )
-        return outputs.logits.float()
-
-    was_training = model.training
-    model.eval()  # a trainer's own has dropout
-    try:
-        seeing = logits(near)
-        with angles_of_zero(model):
-            blind, spread = logits(near), logits(near * 5)
-    finally:
-        model.train(was_training)
-    if bool(blind.isnan().any()):
-        raise RotaryError("its logits are not numbers for eight plain tokens")
-    if torch.equal(blind, seeing):
-        raise RotaryError("with angles of zero its logits stay the same: its rotary module is never used")
-    if not torch.allclose(blind, spread, atol=1e-3 * float(blind.abs().max())):
-        raise RotaryError("with angles of zero it still tells positions apart: some layers rotate alone")
