@@ -92,6 +92,7 @@ def model(tmp_path):
         {"pad_token_id": 10**19},
         {"eos_token_id": [1, 10**19]},
         {"sliding_window": {}},
+        {"sliding_window": []},
         {"vocab_size": 10**12, "num_attention_heads": 10**9, "max_position_embeddings": 10**18},
         {"layer_types": ["full_attention"] * 7},
     ],

@@ -237,7 +237,7 @@ def rope_parameters(live: Any) -> tuple[str | None, dict[str, Any]]:
     # Where layers share one RoPE, transformers puts its type beside an entry for a kind, and passes over that entry.
     nested = found and all(isinstance(value, dict) for value in found.values())
     kind = rescaled_kind(found) if nested else None
-    parameters = found[kind] if kind else found
+    parameters = found[kind] if kind else {key: value for key, value in found.items() if not isinstance(value, dict)}
     if (
         parameters.get("rope_theta") is None
         or getattr(live, "position_embedding_type", "rope") != "rope"  # Granite 4
@@ -461,7 +461,7 @@ def _positive_int(value: Any, key: str) -> int:
 
 
 def _each(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
+    return value if isinstance(value, list) and value else [value]
 
 
 def _is_count(value: Any, most: int) -> bool:

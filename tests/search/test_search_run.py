@@ -1,5 +1,6 @@
 """Searches of the real tiny model: files, resuming after kills, several processes, and wrong inputs."""
 
+import copy
 import hashlib
 import json
 import math
@@ -1064,7 +1065,10 @@ def test_a_model_that_overflows_everywhere_ends_in_words(books, tmp_path, monkey
 def test_a_model_whose_every_dimension_is_trained_can_be_searched(tiny, books, tmp_path):
     """A small base: all periods are complete in training, so the theory's critical dimension is past the last."""
     reading = replace(tiny.info.reading, rope=replace(tiny.info.rope, theta=20.0))
-    trained = replace(tiny, info=replace(tiny.info, reading=reading))
+    model = copy.deepcopy(tiny.model)
+    model.config.rope_parameters["rope_theta"] = 20.0
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    trained = replace(tiny, info=replace(tiny.info, reading=reading), model=model)
     assert reading.rope.critical_dimension == reading.rope.num_dims
     factors = search(trained, small_config(books), tmp_path, ALONE).factors
     factors.check_fits(reading.rope)

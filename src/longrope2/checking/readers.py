@@ -195,10 +195,11 @@ def own_reading(statement: Statement, live: Live) -> Reading:
     ones = (1.0,) * rope.num_dims
     short = rescaled.factors if rescaled else ones
     long = (rescaled.long_factors or rescaled.factors) if rescaled else ones
-    turns = [tuple(f / by for f, by in zip(rope.frequencies, side, strict=True)) for side in (short, long)]
+    still = (0.0,) * reading.num_still
+    turns = [(*(f / by for f, by in zip(rope.frequencies, side, strict=True)), *still) for side in (short, long)]
     found = Rotation(
         rope_type=rescaled.method if rescaled else "default",
-        theta=rope.theta,
+        theta=rope.theta ** (len(turns[0]) / rope.num_dims),
         short=turns[0],
         long=turns[1],
         short_attention=rescaled.attention_factor if rescaled else 1.0,

@@ -157,4 +157,4 @@ def _divided(spec: RopeSpec, factors: Sequence[float]) -> tuple[float, ...]:
 
 
 def _relative(one: float, two: float) -> float:
-    return abs(one - two) / max(abs(one), abs(two), 1e-30)
+    return abs(one - two) / max(abs(one), abs(two), 1e-20)
