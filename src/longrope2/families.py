@@ -233,7 +233,8 @@ def rope_parameters(live: Any) -> tuple[str | None, dict[str, Any]]:
 
     Where layers differ, those that see everything are rescaled; the others keep the RoPE of their own.
     """
-    found = getattr(live, "rope_parameters", None) or {}
+    stated = getattr(live, "rope_parameters", None) or {}
+    found = {name: value for name, value in stated.items() if value is not None}  # as of layers without RoPE
     # Where layers share one RoPE, transformers puts its type beside an entry for a kind, and passes over that entry.
     nested = found and all(isinstance(value, dict) for value in found.values())
     kind = rescaled_kind(found) if nested else None
