@@ -10,7 +10,10 @@ import longrope2
 from conftest import FAMILY_OPTIONS, ORIGINAL_LENGTH, TARGET_LENGTH, family_config, family_model
 from longrope2 import export_model as export
 from longrope2.checking.check import check
+from longrope2.export.huggingface import serving_config
 from longrope2.models import load
+from walk import tiny_config
+from walk import tiny_factors as tiny_factors_of
 
 ORIGINAL = {"original_max_position_embeddings": ORIGINAL_LENGTH}
 KINDS = {
@@ -49,6 +52,16 @@ def test_a_live_model_of_each_rope_type(family):
         assert run["transformers"].max_error < 1e-5
         ours = next(finding for finding in report.findings if finding.engine == "longrope2")
         assert ours.verdict == "right", kind
+
+
+@pytest.mark.parametrize("model_type", ["lfm2", "gemma4_text", "deepseek_v3", "llama4_text", "qwen3_5_text"])
+def test_an_export_of_a_type_that_is_in_no_table(model_type, tmp_path):
+    plain = tiny_config(model_type)
+    written = serving_config(plain.to_dict(), tiny_factors_of(plain), dtype="float32")
+    report = check(write(tmp_path / "m", written))
+    assert report.wrong == []
+    found = {finding.engine.split()[0]: finding.verdict for finding in report.findings}
+    assert (found["longrope2"], found["vLLM"]) == ("right", "not checked")
 
 
 def test_a_model_that_cannot_run_is_reported_not_raised():

@@ -12,7 +12,7 @@ from typing import Any
 from longrope2.checking.rotation import ORIGINAL, Rotation, default_longrope_attention, rotation
 from longrope2.checking.statement import ALIASES, LLAMA3_WINDOW, Statement
 from longrope2.errors import LongRopeError
-from longrope2.export.engines import MLX
+from longrope2.export.engines import MLX, VLLM
 from longrope2.families import LONG_MSCALE, SHORT_MSCALE, read_config
 from longrope2.methods import yarn_temperature
 
@@ -91,9 +91,16 @@ def _transformers_4_43(statement: Statement, live: Live) -> Reading:
     return _transformers_4(statement, "stated, window for original", switches=False)
 
 
+def _refuse_unknown_to_vllm(statement: Statement, kind: str) -> None:
+    family = statement.config.get("model_type")
+    if kind != "default" and family not in (*(VLLM.families or ()), *VLLM.static_families):
+        raise NotKnownError(f"{family} models with {kind} RoPE in vLLM were not looked at")
+
+
 def _vllm(statement: Statement, live: Live) -> Reading:
     section = {**live, "rope_type": ALIASES.get(live["rope_type"], live["rope_type"])}
     kind, window = section["rope_type"], statement.window
+    _refuse_unknown_to_vllm(statement, kind)
     if kind == "longrope":
         found = _rotated(statement, _vllm_longrope(statement, section))
         original = statement.config.get(ORIGINAL) or getattr(statement.plain, ORIGINAL, None) or window
@@ -117,6 +124,7 @@ def _vllm_longrope(statement: Statement, section: dict[str, Any]) -> dict[str, A
 def _vllm_before_30(statement: Statement, live: Live) -> Reading:
     if live["rope_type"] != "yarn":
         return _vllm(statement, live)
+    _refuse_unknown_to_vllm(statement, "yarn")
     factor = float(live["factor"])
     temperature = (yarn_temperature(factor) if factor > 1 else 1.0) * float(live.get("attn_factor") or 1.0)
     if statement.original is None:

@@ -130,8 +130,10 @@ def _read(config: Mapping[str, Any]) -> Statement:
     chosen, other = (newer, older) if _type(older) in (None, "default") and newer else (older, newer)
     kind = _type(chosen) or "default"
     default_theta = float(_plain_theta({k: v for k, v in bare.items() if k not in THETA_KEYS}, plain))
+    # A part of the head by "proportional" RoPE is not one by another type.
+    is_usual_part = kind == "proportional" or usual.get("rope_type") != "proportional"
     parameters = {
-        "partial_rotary_factor": usual.get("partial_rotary_factor"),
+        "partial_rotary_factor": usual.get("partial_rotary_factor") if is_usual_part else None,
         **chosen,
         "rope_type": ALIASES.get(kind, kind),
         "rope_theta": chosen.get("rope_theta") or top_theta or other.get("rope_theta") or default_theta,
