@@ -123,6 +123,11 @@ class TestOddities:
         assert written["long_factor"] == [*factors.long, *[STILL] * 12]
         assert written["rope_theta"] == 10_000.0
         assert read_factors(read_config(config.to_dict())).rotates_as(factors)
+        written, tokens = tiny_model(config), tokens_of(60)
+        ours = logits(switching(tiny_model(tiny_config("gemma4_text")), factors), tokens)
+        assert off(ours, logits(written, tokens)) < 1e-5
+        with rescaled(written, factors):  # frequencies divided by STILL are known again
+            assert off(ours, logits(written, tokens)) < 1e-5
 
     @pytest.mark.parametrize("model_type", ["qwen3_next", "zamba2"])
     def test_a_static_cache_beside_the_states_of_a_hybrid(self, model_type):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from longrope2.errors import RotaryError
 from longrope2.factors import RescaleFactors
-from longrope2.families import rescaled_kind
+from longrope2.families import STILL, rescaled_kind
 from longrope2.rope import STANDSTILL
 
 # How a family lays out d/2 angles over the rotated components of a head. Complex numbers are laid out as "single".
@@ -221,7 +221,7 @@ def _layout(module: nn.Module, factors: RescaleFactors) -> Layout:
     if isinstance(module, RescaledRotary):
         return module.layout
     kind, inv_freq = _frequencies(module)
-    num_still = int((inv_freq == 0).sum())
+    num_still = int((inv_freq <= 1 / STILL).sum())  # at zero, or divided by that in a config that was written here
     if inv_freq.numel() - num_still != len(factors.long):
         raise RotaryError(
             f"the model rotates {inv_freq.numel() - num_still} dimensions, the factors are for {len(factors.long)}",
