@@ -370,24 +370,40 @@ def test_an_engine_that_is_wrong_ends_in_exit_code_1(place, recipe, whole, capfd
     assert view.text.startswith(f"WRONG: {wrong[0]}")
 
 
+DAMAGE = {  # what it leaves of a ledger, and what is said of it
+    "emptied": (
+        lambda text: '{"format": "longrope2.pipeline", "version": 1}',
+        r"damaged: 7 problems\n  - model is missing",
+    ),
+    "version": (
+        lambda text: text.replace('"version": 1', '"version": 7', 1),
+        "version 7; expected 'longrope2.pipeline', 1",
+    ),
+    "format": (lambda text: text.replace('"longrope2.pipeline"', '"longrope2.other"', 1), "format 'longrope2.other'"),
+    "changed": (
+        lambda text: text.replace('"sessions": 1', '"sessions": 3', 1),
+        "its content is not what its checksum says",
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=list(DAMAGE))
+def test_a_damaged_ledger_is_no_run_to_watch_or_report(whole, tmp_path, damage, message):
+    (tmp_path / ledger.LEDGER).write_text(damage((whole / ledger.LEDGER).read_text()))
+    for command in (["watch", "--once"], ["report"]):
+        with pytest.raises(LongRopeError, match=message):
+            cli.main([*command, str(tmp_path)], standalone_mode=False)
+
+
 @pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda text: '{"format": "longrope2.pipeline", "version": 1}', r"damaged: 7 problems\n  - model is missing"),
-        (lambda text: text.replace('"version": 1', '"version": 7', 1), "version 7; expected 'longrope2.pipeline', 1"),
-        (lambda text: text.replace('"longrope2.pipeline"', '"longrope2.other"', 1), "format 'longrope2.other'"),
-        (lambda text: text.replace('"sessions": 1', '"sessions": 3', 1), "its content is not what its checksum says"),
-    ],
+    "damage", [pytest.param(name, marks=[pytest.mark.slow] if name != "changed" else []) for name in DAMAGE]
 )
-def test_a_lost_ledger_is_made_again_and_nothing_is_done_twice(place, recipe, whole, tmp_path, capfd, damage, message):
+def test_a_lost_ledger_is_made_again_and_nothing_is_done_twice(place, recipe, whole, tmp_path, capfd, damage):
     folder, copy = shutil.copytree(whole, tmp_path / "run"), whole
-    (folder / ledger.LEDGER).write_text(damage((whole / ledger.LEDGER).read_text()))
+    (folder / ledger.LEDGER).write_text(DAMAGE[damage][0]((whole / ledger.LEDGER).read_text()))
     kept = [folder / ledger.HISTORY, folder / ledger.TRAINED / "model.safetensors", folder / ledger.TRAINING_LOG]
     kept += [folder / step / "generations.jsonl" for step in EVALUATIONS[::2]]
     before = [(path.stat().st_ino, path.read_bytes()) for path in kept]
-    for command in (["watch", "--once"], ["report"]):
-        with pytest.raises(LongRopeError, match=message):
-            cli.main([*command, str(folder)], standalone_mode=False)
     job(place, recipe, folder, "search", "data", "train", "evaluate", "export").run(ALONE)
     assert "kept as pipeline.json.damaged" in capfd.readouterr().err
     assert [(path.stat().st_ino, path.read_bytes()) for path in kept] == before
@@ -453,20 +469,24 @@ def test_training_as_a_function_gives_the_folder_of_the_model(place, whole, tmp_
     assert load(folder).longrope2.factors.long == factors.long
 
 
+DONE = ("search", "data", "train")
+
+
 def lines_in(path):
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def test_killed_again_and_again_it_ends_with_the_same(place, recipe, whole, capfd):
+@pytest.mark.parametrize("done", [pytest.param((), marks=pytest.mark.slow), DONE], ids=["twice", "once"])
+def test_killed_again_and_again_it_ends_with_the_same(place, recipe, whole, capfd, done):
     """A real kill in training, then one in an evaluation; the search has a test of its own."""
-    folder = place / "killed"
+    folder = copy_steps(whole, place / f"killed-{len(done)}", done) if done else place / "killed"
     stages = ("--stages", "search,data,train,evaluate,export,report")
     journal = folder / EVALUATIONS[0] / "generations.jsonl"
     moments = {
         "train": lambda: (folder / "train/checkpoints/step-1").exists() or lines_in(folder / ledger.TRAINING_LOG) > 0,
         EVALUATIONS[0]: lambda: lines_in(journal) > 4,
     }
-    for step, has_come in moments.items():
+    for step, has_come in ((step, moment) for step, moment in moments.items() if step not in done):
         process = start(recipe, folder, *stages)
         while not has_come():
             assert process.poll() is None, process.communicate()
@@ -487,4 +507,4 @@ def test_killed_again_and_again_it_ends_with_the_same(place, recipe, whole, capf
     assert "LongRoPE2, trained" in printed.out
     assert results_of(folder) == results_of(whole)
     assert summarise(gather(folder)).to_json() == summarise(gather(whole)).to_json()
-    assert Ledger(folder).steps["train"].sessions == 2
+    assert done or Ledger(folder).steps["train"].sessions == 2

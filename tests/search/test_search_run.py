@@ -557,14 +557,18 @@ def test_what_is_found_at_one_length_starts_the_next(tiny, books, tmp_path):
     assert len(by_place[1, 0]) < len(by_place[0, 0])
 
 
-@pytest.mark.parametrize("options", [{}, STAGED], ids=["paper", "wide, staged"])
-def test_a_search_cut_off_anywhere_ends_with_the_same_factors(options, tiny, books, tmp_path):
+@pytest.mark.parametrize(
+    ("options", "cuts"),
+    [({}, 2), pytest.param({}, 6, marks=pytest.mark.slow), pytest.param(STAGED, 6, marks=pytest.mark.slow)],
+    ids=["paper", "paper, more often", "wide, staged"],
+)
+def test_a_search_cut_off_anywhere_ends_with_the_same_factors(options, cuts, tiny, books, tmp_path):
     evolution = EvolutionConfig(population=4, iterations=2, parents=4, mutations=2, crossovers=1)
     config = small_config(books, **{"documents": 1, "held_out": 1, "evolution": evolution, **options})
     search(tiny, config, tmp_path / "whole", ALONE)
     journal = (tmp_path / "whole" / "history.jsonl").read_bytes()
     ends = [place for place, byte in enumerate(journal) if byte == ord("\n")]
-    for number, end in enumerate(ends[2 :: max(len(ends) // 6, 1)]):
+    for number, end in enumerate(ends[2 :: max(len(ends) // cuts, 1)]):
         folder = tmp_path / f"cut-{number}"
         folder.mkdir()
         (folder / "history.jsonl").write_bytes(journal[: end - 5])  # in the middle of a line

@@ -64,7 +64,8 @@ def test_interrupted_and_killed_it_ends_with_the_same_bytes(sample, tmp_path, ca
     assert not list((tmp_path / "parts").glob(".*"))
 
 
-@pytest.mark.parametrize("sequence_parallel", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow  # tests/training/test_training_parallel.py compares losses in the first tier
+@pytest.mark.parametrize("sequence_parallel", [1, 2])
 def test_one_process_or_two_the_same_losses_and_model(sample, tmp_path, sequence_parallel):
     """Two processes share the weights, and either take rows by turns or share each one."""
     options = {"steps": 4, "evaluate_every": 2, "evaluate_documents": 1}
