@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy.stats import spearmanr
 
 from longrope2.files import write_json
+from longrope2.intervals import rank_correlation
 
 RESULTS = Path(__file__).parents[2] / "results"
 LENGTH, TOKENS = 32 * 1024, 20_054_016
 STEP_TOKENS = 131_072
-RESAMPLES = 1000
 Row = dict[str, Any]
 
 
@@ -88,20 +87,13 @@ def measures(rows: dict[str, Row], measured: list[Row], brief: dict[str, Row]) -
 
 def correlation(values: dict[str, float], needles: dict[str, float]) -> Row | None:
     """Spearman's correlation of a measure with the needles missed, its p-value and a bootstrap interval over rows."""
-    names = list(values)
-    if len(names) < 5:
+    found = rank_correlation(list(values.values()), [-needles[name] for name in values])
+    if found is None:
         return None
-    x, y = np.array([values[name] for name in names]), np.array([-needles[name] for name in names])
-    found = spearmanr(x, y)
-    rng = np.random.default_rng(0)
-    drawn = []
-    for picked in rng.integers(len(names), size=(RESAMPLES, len(names))):
-        if len(set(x[picked])) > 1 and len(set(y[picked])) > 1:
-            drawn.append(spearmanr(x[picked], y[picked]).statistic)
-    low, high = np.quantile(drawn, [0.025, 0.975])
+    spearman, p, low, high = found
     return {
-        "rows": len(names), "spearman": round(float(found.statistic), 3), "p": round(float(found.pvalue), 4),
-        "low": round(float(low), 3), "high": round(float(high), 3),
+        "rows": len(values), "spearman": round(spearman, 3), "p": round(p, 4), "low": round(low, 3),
+        "high": round(high, 3),
     }  # fmt: skip
 
 

@@ -48,7 +48,7 @@ from longrope2.generation.config import ChatConfig, GenerateConfig
 from longrope2.malloc import keep_freed_memory
 from longrope2.methods import ClosedForm
 from longrope2.options import build
-from longrope2.records import Table
+from longrope2.records import ComparisonRecord, LeaderboardRecord, Table
 from longrope2.search.config import SearchConfig, search_config
 from longrope2.training.config import EstimateConfig, TrainConfig, train_config
 
@@ -407,17 +407,38 @@ def evaluate(model: str, output: Path, as_json: bool, **options: Any) -> None:
 @option("-o", "--output", type=FOLDER, help="For markdown, JSON and figures; default: only print.")
 @option("--base", metavar="NAME", help="The row that retention refers to; default: the one without factors.")
 @option("--against", metavar="NAME", help="Also print the differences from that row, question by question.")
+@option("--leaderboard", is_flag=True, help="Methods by measures: a table for each base and length, with ties.")
 @json_option
-def compare(runs: tuple[str, ...], output: Path | None, base: str | None, against: str | None, as_json: bool) -> None:
+def compare(
+    runs: tuple[str, ...],
+    output: Path | None,
+    base: str | None,
+    against: str | None,
+    leaderboard: bool,
+    as_json: bool,
+) -> None:
     """Put evaluations side by side, methods as rows.
 
-    RUN is a folder of `longrope2 evaluate` or a file like its results.json; NAME, if given, is its row's label.
+    RUN is a folder of `longrope2 evaluate` or a file like its results.json; NAME, if given, is its row's label. With
+    --leaderboard, RUN may also be a folder of such files.
     """
-    from longrope2.evaluation.compare import compare, write_comparison
+    result: ComparisonRecord | LeaderboardRecord
+    if leaderboard:
+        from longrope2.evaluation.leaderboard import leaderboards, write_leaderboards
 
-    result = compare(runs, base=base, against=against)
-    if output is not None:
-        write_comparison(result, output)
+        if base is not None:
+            raise LongRopeError(
+                "--base is not for --leaderboard", hint="omit it: the original is the row without factors"
+            )
+        result = leaderboards(runs, against=against)
+        if output is not None:
+            write_leaderboards(result, output)
+    else:
+        from longrope2.evaluation.compare import compare, write_comparison
+
+        result = compare(runs, base=base, against=against)
+        if output is not None:
+            write_comparison(result, output)
     _show(result, *result.tables, as_json=as_json)
 
 

@@ -635,6 +635,79 @@ class ComparisonRecord(Record):
     markdown: str
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LeaderboardRow(Results):
+    """A row of a leaderboard, as recipes/leaderboard writes it: results, and where they belong."""
+
+    table: str | None = None
+    """The leaderboard; None: that of its model and target length."""
+    seed: int = 0
+    """Of its training; rows that differ in nothing else are one line."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Standing:
+    """A line of a leaderboard in one measure."""
+
+    score: float
+    """The mean over seeds: percent, or a perplexity."""
+    seeds: tuple[float, ...]
+    best: bool
+    tied: bool | None
+    """Whether the best is not significantly better; None where both were not asked the same questions."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PairedDifference:
+    """How much more a line has than the one compared with, on the same questions."""
+
+    score: float
+    """Points, or percent of a perplexity."""
+    low: float
+    high: float
+    p: float
+    corrected_p: float
+    """By Holm, over all cells of the table."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RankCorrelation:
+    """How alike a measure and RULER order the lines; +1 is the same order, whatever better means for each."""
+
+    rows: int
+    spearman: float
+    p: float
+    low: float
+    high: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Leaderboard:
+    """One table at one length."""
+
+    table: str
+    model: str
+    length: int
+    standings: dict[str, dict[str, Standing]]
+    """By line and measure."""
+    retention: dict[str, float]
+    """Percent of the original's short scores, by line."""
+    differences: dict[str, dict[str, PairedDifference]]
+    correlations: dict[str, RankCorrelation]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LeaderboardRecord(Record):
+    """leaderboard.json."""
+
+    FORMAT: ClassVar[str] = "longrope2.leaderboard"
+
+    against: str | None
+    boards: tuple[Leaderboard, ...]
+    tables: tuple[Table, ...]
+    markdown: str
+
+
 @dataclasses.dataclass(frozen=True)
 class Finding:
     """What an engine made of an export, or of anyone's config."""

@@ -31,7 +31,7 @@ def compare(places: Sequence[Path | str], *, base: str | None = None, against: s
     tables have the difference of each row to that one, question by question.
     """
     runs, listed = {}, []
-    for name, folder in map(_split, places):
+    for name, folder in map(split_name, places):
         run = _read(folder / RESULTS if folder.is_dir() else folder)
         name = name or run.name
         listed.append(ComparedRun(name=name, folder=str(folder), model=run.model, factors=run.factors, notes=run.notes))
@@ -68,7 +68,7 @@ def write_comparison(result: ComparisonRecord, output: Path) -> None:
     say(f"wrote {', '.join(['compare.md', 'compare.json', *drawn])} into {output}")
 
 
-def _split(place: Path | str) -> tuple[str, Path]:
+def split_name(place: Path | str) -> tuple[str, Path]:
     """The name given to a run, if any, and where it is; a path that holds = and exists is a path."""
     name, equals, rest = str(place).partition("=")
     return (name, Path(rest)) if equals and not Path(place).exists() else ("", Path(place))
