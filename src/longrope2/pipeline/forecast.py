@@ -25,6 +25,8 @@ from longrope2.models import skeleton
 from longrope2.pipeline.extend import Extension
 from longrope2.pipeline.stages import DATA_PATHS, Setting, Step
 from longrope2.records import Table
+from longrope2.rope import RopeSpec
+from longrope2.search.config import SearchConfig
 from longrope2.search.evolution import FINALISTS
 from longrope2.search.racing import LEFT_BY_RACING
 from longrope2.training.config import train_config
@@ -88,7 +90,7 @@ def this_machine(head_dim: int) -> Machine:
     name = torch.cuda.get_device_name() if on_gpu else f"CPU, {threads} thread{'s' if threads > 1 else ''}"
     known = known_gpu(name) if on_gpu else None
     if known:
-        return _gpu(name, known, head_dim)
+        return gpu_machine(name, known, head_dim)
     rate = _measured_rate(torch.device(device), dtype)
     # Half of what matrix products reach is what attention came to on the CPU this was tried on.
     return Machine(
@@ -96,7 +98,8 @@ def this_machine(head_dim: int) -> Machine:
     )
 
 
-def _gpu(name: str, known: Gpu, head_dim: int) -> Machine:
+def gpu_machine(name: str, known: Gpu, head_dim: int) -> Machine:
+    """A GPU, from what is known of its kind."""
     forward, backward = (rate * 1e12 for rate in known.attention_rates(head_dim))
     return Machine(name=name, matmul=known.matmul * 1e12, attention=(forward, backward), bytes_per_value=2, on_gpu=True)
 
@@ -116,7 +119,7 @@ def forecast(extension: Extension, gpu: str | None = None) -> dict[str, Any]:
     setting, reasons = extension.setting, extension.reasons()
     training = {name: setting.recipe.train[name] for name in ("lora", "also", "freeze") if name in setting.recipe.train}
     shape = shape_of(skeleton(setting.info), setting.info, **training)
-    machine = this_machine(shape.head_dim) if gpu is None else _gpu(gpu.upper(), GPUS[gpu], shape.head_dim)
+    machine = this_machine(shape.head_dim) if gpu is None else gpu_machine(gpu.upper(), GPUS[gpu], shape.head_dim)
     rows = []
     for step in extension.steps:
         needs = _needs(setting, step, shape, machine, reasons) if step.name in reasons else Needs(seconds=0.0)
@@ -159,7 +162,7 @@ def _needs(setting: Setting, step: Step, shape: ModelShape, machine: Machine, re
     return makers[step.stage](setting, step, shape, machine)
 
 
-def _forward(shape: ModelShape, machine: Machine, tokens: int) -> float:
+def reading_seconds(shape: ModelShape, machine: Machine, tokens: int) -> float:
     """Seconds to read one sequence."""
     attention = shape.attention_flops(tokens, tokens * tokens // 2) / machine.attention[0]
     return shape.linear_flops(tokens) / machine.matmul + attention
@@ -170,17 +173,21 @@ def _reading_memory(shape: ModelShape, machine: Machine, tokens: int) -> float:
 
 
 def _search(setting: Setting, _: Step, shape: ModelShape, machine: Machine) -> Needs:
-    config = setting.recipe.search_config()
+    return search_needs(setting.recipe.search_config(), setting.info.rope, shape, machine)
+
+
+def search_needs(config: SearchConfig, rope: RopeSpec, shape: ModelShape, machine: Machine) -> Needs:
+    """What a search takes."""
     plan, length = config.evolution, config.target_length
     children = plan.iterations * (plan.mutations + plan.crossovers)
     compared = (FINALISTS + len(METHODS) - 1) * (config.held_out or config.documents)
-    most, seconds = compared, compared * _forward(shape, machine, length)
+    most, seconds = compared, compared * reading_seconds(shape, machine, length)
     left = LEFT_BY_RACING[plan.race]
-    for number, stage in enumerate(config.stages(setting.info.rope)):
+    for number, stage in enumerate(config.stages(rope)):
         # What an earlier stage has found takes the place of half of a first population.
         documents = (plan.population // (2 if number else 1) + children) * config.documents
         most += documents
-        seconds += left * documents * _forward(shape, machine, stage)
+        seconds += left * documents * reading_seconds(shape, machine, stage)
     return Needs(
         seconds=OVERHEAD_SECONDS["search"] + seconds,
         memory=_reading_memory(shape, machine, length),
@@ -246,7 +253,12 @@ def _train(setting: Setting, _: Step, shape: ModelShape, machine: Machine, *, is
 def _evaluate(setting: Setting, step: Step, shape: ModelShape, machine: Machine) -> Needs:
     options = {name: value for name, value in step.options.items() if name not in DATA_PATHS}
     config = EvaluationConfig(**{**options, "beyond_window": True})
-    lengths = lengths_for(config, setting.recipe.target_length)
+    return evaluation_needs(config, setting.recipe.target_length, shape, machine)
+
+
+def evaluation_needs(config: EvaluationConfig, window: int, shape: ModelShape, machine: Machine) -> Needs:
+    """What an evaluation takes, but for suites whose files decide on that."""
+    lengths = lengths_for(config, window)
     seconds, prompts, unknown = 0.0, 0.0, []
     for suite in (SUITES[name] for name in dict.fromkeys(config.suites)):
         read = suite.sequences(config.samples, config.tasks_of(suite.name), lengths)
@@ -255,7 +267,7 @@ def _evaluate(setting: Setting, step: Step, shape: ModelShape, machine: Machine)
             continue
         answers = not suite.scores_texts
         prompts += answers * sum(read.values())
-        reading = sum(count * _forward(shape, machine, length) for length, count in read.items())
+        reading = sum(count * reading_seconds(shape, machine, length) for length, count in read.items())
         seconds += reading * (DECODING if answers else 1)
     return Needs(
         seconds=OVERHEAD_SECONDS["evaluate"] + seconds,
@@ -281,7 +293,7 @@ def _verify(setting: Setting, _: Step, shape: ModelShape, machine: Machine) -> N
         if (name in asked if asked else is_installed(engine))
     ]
     each = OVERHEAD_SECONDS["verify"] + 2 * memory / COPY_RATE
-    each += FORWARDS * _forward(shape, machine, setting.info.rope.original_length)
+    each += FORWARDS * reading_seconds(shape, machine, setting.info.rope.original_length)
     return Needs(seconds=len(engines) * each, memory=memory, note=f"in {', '.join(engines) or 'no engine'}")
 
 

@@ -1,6 +1,6 @@
 """What, measured before training or after a little of it, predicts the needles found after all of it?
 
-    python recipes/smollm2/ranks.py -o results/smollm2/ranks-32k.json
+    python recipes/leaderboard/ranks.py -o results/smollm2/ranks-32k.json
 
 Reads the finished rows of run.py that were trained alike, and what benchmarks/search_smollm2.py has measured on the
 same factors. Prints Spearman's rank correlation of each measure with the share of needles found.

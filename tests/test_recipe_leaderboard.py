@@ -1,0 +1,352 @@
+"""The leaderboard recipe: its rows as far as they can be tried without their models, and all of it on the tiny one."""
+
+import importlib.util
+import json
+import sys
+import time
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import longrope2
+from longrope2.books import read_books
+from longrope2.data.config import read_mix
+from longrope2.errors import LongRopeError
+from longrope2.evaluation.compare import compare
+from longrope2.evaluation.config import EvaluationConfig
+from longrope2.evaluation.leaderboard import leaderboards
+from longrope2.evaluation.results import accuracy
+from longrope2.models import weights_fingerprint
+from longrope2.records import EvaluationRecord
+from longrope2.search.config import search_config
+from longrope2.training.config import train_config
+
+RECIPE = Path(__file__).parent.parent / "recipes" / "leaderboard"
+K = 1024
+
+
+@pytest.fixture(scope="module")
+def recipe():
+    """run.py, which imports rows.py beside it."""
+    sys.path.insert(0, str(RECIPE))
+    spec = importlib.util.spec_from_file_location("leaderboard_run", RECIPE / "run.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["leaderboard_run"] = module
+    spec.loader.exec_module(module)
+    yield module
+    sys.path.remove(str(RECIPE))
+    del sys.modules["leaderboard_run"], sys.modules["rows"]
+
+
+@pytest.fixture
+def rows(recipe):
+    return sys.modules["rows"]
+
+
+@pytest.fixture
+def bench(recipe, tmp_path):
+    made = recipe.Bench(family=recipe.BASES["smollm2"], model="m", data=tmp_path, output=tmp_path)
+    made.__dict__["base"] = "m"
+    return made
+
+
+def all_rows(recipe):
+    return [(base, base.row(name)) for base in recipe.BASES.values() for name in base.names]
+
+
+def test_every_row_asks_for_evaluations_that_exist(recipe):
+    for _, row in all_rows(recipe):
+        for name in row.evaluations:
+            options = recipe.evaluation(name, row)
+            config = EvaluationConfig(**{**options, "suites": tuple(options["suites"])})
+            assert all(length <= row.length for length in config.lengths)
+
+
+def test_every_row_has_a_mix_of_its_length_with_enough_rows(recipe, tmp_path):
+    for base, row in all_rows(recipe):
+        if row.make is None:
+            continue
+        mix = base.mix(row)
+        (tmp_path / "mix.toml").write_text(mix.text())
+        settings = read_mix(tmp_path / "mix.toml")
+        assert settings["target_length"] == settings["buckets"][-1].up_to == mix.target
+        assert mix.target == (base.window if "DroPE" in row.title else row.length)
+        assert {source.path for source in settings["sources"]} == {"books", *mix.recall}
+        assert settings["rows"] >= row.steps * row.rows_of_step
+        assert settings.get("original_length", base.window) == base.window
+
+
+def test_the_mixes_of_stored_rows_are_what_they_were(rows):
+    """In words of their own, so that plans made from them stay the same."""
+    for target, count in ((32 * K, 640), (64 * K, 160)):
+        mix = rows.MIXES[f"mix-{target // K}k"]
+        found = tomllib.loads(mix.text())
+        assert found["plan"] == {"original_length": 8192, "target_length": target, "rows": count, "repeat": True}
+        books, short, long = found["source"]
+        assert books["cut"] == [8189, 4000, 8189, 2000, target - 3, 8189, target - 3]
+        assert books["buckets"] == ["short", "long"]
+        assert [short["path"], long["path"]] == ["recall-8k", f"recall-{target // K}k"]
+        sizes = {bucket["name"]: (bucket["up_to"], bucket["quota"]) for bucket in found["bucket"]}
+        assert sizes == {
+            "short": (8191, 4), "recall-8k": (8192, 2), "long": (target - 1, 4), long["path"]: (target, 10),
+        }  # fmt: skip
+        assert mix.recall == {"recall-8k": (8192, 256, 32), long["path"]: (target, count // 2, target // 256)}
+
+
+def test_every_row_can_be_trained_with_its_options(recipe, rows):
+    for _, row in all_rows(recipe):
+        train_config(window=row.window, **row.training).check()
+    own = rows.SMOLLM2_ROWS
+    assert own["lora-also"].training == {**own["lora"].training, "also": ("norms", "embeddings")}
+
+
+def test_a_row_of_a_leaderboard_from_its_name(recipe, rows):
+    smollm2 = recipe.BASES["smollm2"]
+    row = smollm2.row("yarn@32k-seed1")
+    assert (row.title, row.table, row.window, row.length, row.seed) == (
+        "YaRN", "SmolLM2-135M-Instruct, 32k", "single", 32 * K, 1,
+    )  # fmt: skip
+    assert smollm2.mix(row) == rows.MIXES["mix-32k"]  # the rows of those with names of their own
+    assert row.lengths[: row.lengths.index(32 * K) + 1] == (4 * K, 8 * K, 16 * K, 32 * K)
+    assert row.peer("paper") == "paper@32k"
+    drope = smollm2.row("drope@32k")
+    assert drope.rows_of_step * smollm2.mix(drope).target == row.rows_of_step * row.length
+    assert smollm2.row("original@32k").steps == 0
+    for name, message in {
+        "yarm@32k": "yarn", "yarn@16k": "not extended to 16k", "yarn-32k": "is no row", "yarn@32k-1": "is no row",
+    }.items():  # fmt: skip
+        with pytest.raises(LongRopeError, match=message):
+            smollm2.row(name)
+
+
+def test_sources_of_a_mix_are_made_and_put_in_place(recipe, rows, tmp_path, monkeypatch):
+    """With documents of a size that fits the tiny model's books."""
+    data = tmp_path / 'my "data"'
+    books = data / "books" / "train"
+    books.mkdir(parents=True)
+    (books / "a.txt").write_text(next(iter(read_books())).text, encoding="utf-8")
+    mix = rows.MIXES["mix-32k"]
+    monkeypatch.setattr(rows.Mix, "recall", dict.fromkeys(mix.recall, (512, 3, 2)))
+    planned = []
+    monkeypatch.setattr(
+        recipe, "plan_documents", lambda model, path, *, config, seed, cache: planned.append((config, seed))
+    )
+    bench = recipe.Bench(family=recipe.BASES["smollm2"], model="tiny", data=data, output=tmp_path / "out")
+    (tmp_path / "out").mkdir()
+    bench.plan(mix, "mix-32k", 1, "tiny")
+    config, seed = planned[0]
+    assert seed == 1
+    sources = read_mix(config)["sources"]
+    assert [source.path for source in sources] == [str(books), *(f"{tmp_path}/out/recall-{n}k.jsonl" for n in (8, 32))]
+    assert len((tmp_path / "out" / "recall-32k.jsonl").read_text().splitlines()) == 3
+
+
+def test_searches_are_ones_that_can_be_made(rows, bench, monkeypatch):
+    made = []
+    monkeypatch.setattr(rows, "search_factors", lambda model, length, folder, **options: made.append(options))
+    for name in ("longrope", "paper", "wide", "plain", "all", "paper-64k", "wide-64k", "longrope@128k", "wide@128k"):
+        row = bench.family.row(name)
+        row.make(bench, row, Path("f"))
+        assert made[-1] == {"books": str(bench.data / "books" / "search"), **rows.SEARCH, **row.make.needs["search"]}
+        assert search_config(target_length=row.length, **made[-1]).problems() == []
+
+
+def test_a_row_is_what_its_folder_holds(recipe, bench, tmp_path, monkeypatch):
+    """Evaluations of another call stay in it, and the model as it is gets the documents of all others."""
+    asked = []
+
+    def evaluate(model, *, output, suites, beyond_window, **options):
+        asked.append((output.name, beyond_window, options.get("lengths")))
+        score = accuracy([1.0], suite=suites[0], task=output.name, length=8, metric="m", asked="q")
+        EvaluationRecord(
+            name="base", model=model, factors=None, notes=("n",), scores=(replace(score, each=None),), grids={},
+            values={score.place: score.each}, config={}, versions={}, processes=1, device="cpu", seconds=1.0,
+            revision="r", weights="w", backend="torch", window=8,
+        ).save(output / "results.json")  # fmt: skip
+
+    monkeypatch.setattr(recipe, "evaluate", evaluate)
+    bench.run("base", {"nothing"})
+    assert not (tmp_path / "base.json").exists()
+    bench.run("base", {"mmlu"})
+    bench.run("base", {"needles"})
+    assert asked[1] == ("needles", True, tuple(1024 * n for n in (4, 8, 16, 32)))
+    row = json.loads((tmp_path / "base.json").read_text())
+    assert [score["task"] for score in row["scores"]] == ["needles", "mmlu"]
+    assert list(row["values"]) == ["niah/needles/8", "short/mmlu/8"]
+    assert row["cost"]["evaluate_seconds"] == 2.0
+    compared = compare([tmp_path / "base.json"])
+    assert [(run.name, run.notes) for run in compared.runs] == [("original", ("n", "n"))]
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    spec = importlib.util.spec_from_file_location("ranks", RECIPE / "ranks.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_factors_to_rank_are_those_that_results_hold(rows, bench, tmp_path, monkeypatch):
+    blank = longrope2.RescaleFactors(
+        method="none", rotary_dim=64, theta=1e5, original_length=8192, target_length=32768, long=(1.0,) * 32,
+        short=(1.0,) * 32,
+    )  # fmt: skip
+    monkeypatch.setattr(rows, "rescale", lambda model, method, length, **options: replace(blank, method=method))
+    own = rows.SMOLLM2_ROWS
+    made = {name: row.make(bench, row, tmp_path) for name, row in own.items() if row.table == "ranks-32k"}
+    brief = {name: factors for name, factors in made.items() if name.startswith("brief-")}
+    assert len(brief) == 17
+    assert made["set-wide-0"].long_attention_factor > 1.1
+    assert made["set-wide-0-cold"] == replace(made["set-wide-0"], long_attention_factor=1.0)
+    assert made["set-paper-1"].critical_dimension == 20
+    stored = json.loads((RECIPE.parents[1] / "results" / "smollm2" / "rows" / "paper.json").read_text())["factors"]
+    assert brief["brief-paper"] == longrope2.RescaleFactors.from_json(stored)
+    assert {own[name].steps for name in brief} == {12}
+
+
+def test_a_correlation_is_that_of_data_made_with_it(ranks):
+    rng = np.random.default_rng(1)
+    needles = {str(number): float(value) for number, value in enumerate(rng.permutation(12))}
+    assert ranks.correlation({name: -value for name, value in needles.items()}, needles)["spearman"] == 1
+    assert ranks.correlation(dict(needles), needles)["spearman"] == -1
+    assert ranks.correlation(dict(list(needles.items())[:4]), needles) is None
+    # Unrelated measures are found significant as often as chance has it.
+    unrelated = [
+        ranks.correlation(
+            {name: float(value) for name, value in zip(needles, rng.normal(size=12), strict=True)}, needles
+        )
+        for _ in range(60)
+    ]
+    assert sum(found["p"] < 0.05 for found in unrelated) <= 9
+    assert sum(found["low"] <= 0 <= found["high"] for found in unrelated) >= 45
+
+
+def test_rows_asked_for_other_needles_are_not_compared(ranks):
+    rows = {name: {"values": {"niah/niah/32768": {"asked": asked}}} for name, asked in zip("abc", "xyx", strict=True)}
+    with pytest.raises(SystemExit, match=r"^b: measured on other needles"):
+        ranks.check_questions(rows)
+
+
+def test_the_published_correlations_are_those_of_the_stored_rows(ranks, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["ranks.py", "-o", str(tmp_path / "ranks.json")])
+    ranks.main()
+    kept = RECIPE.parents[1] / "results" / "smollm2" / "ranks-32k.json"
+    assert json.loads((tmp_path / "ranks.json").read_text()) == json.loads(kept.read_text())
+
+
+def test_a_seed_shares_the_factors_of_the_first(rows, bench, tmp_path, monkeypatch):
+    factors = longrope2.rescale("tiny", "yarn", 1024)
+    factors.save(tmp_path / "yarn@32k" / "factors.json")
+    assert bench.factors("yarn@32k-seed1") == factors
+
+
+def test_what_is_left_is_expected_in_seconds(recipe, tmp_path):
+    """Of the tiny model, with a part that is done and a training half way."""
+    bench = recipe.Bench(family=recipe.BASES["smollm2"], model="tiny", data=tmp_path, output=tmp_path)
+    whole = bench.expected("paper@32k")
+    assert list(whole) == ["factors", "train", *recipe.BOARD]
+    assert all(seconds > 0 for seconds in whole.values())
+    assert "factors" not in bench.expected("original@32k")
+    assert bench.expected("switched@32k")["factors"] > bench.expected("yarn-rcd@32k")["factors"] == whole["factors"]
+    (tmp_path / "paper@32k" / "needles").mkdir(parents=True)
+    (tmp_path / "paper@32k" / "needles" / "results.json").write_text("{}")
+    assert list(bench.expected("paper@32k")) == [part for part in whole if part != "needles"]
+    assert bench.expected("yarn@128k")["wordings"] > 2 * bench.expected("yarn@32k")["wordings"]
+    table = recipe.expectation(bench, ["paper@32k", "yarn@32k"])
+    assert [row[0] for row in table.rows] == ["paper@32k", "yarn@32k"]
+    assert "needles" not in table.rows[0][2]
+    other = recipe.Bench(family=recipe.BASES["tinyllama"], model="tiny", data=tmp_path, output=tmp_path)
+    assert next(iter(other.expected("yarn@32k"))) == "repair"
+
+
+@pytest.fixture
+def small(recipe, rows, tmp_path, monkeypatch):
+    """A base that takes seconds on a CPU, with a repair first."""
+    books = {"train": slice(0, 2), "search": slice(2, 3), "validation": slice(3, 4)}
+    found = list(read_books())
+    for part, which in books.items():
+        folder = tmp_path / "data" / "books" / part
+        folder.mkdir(parents=True)
+        for number, book in enumerate(found[which] or found[:1]):
+            (folder / f"{number}.txt").write_text(book.text[:100_000], encoding="utf-8")
+    schedule = {"population": 4, "iterations": 1, "mutations": 2, "crossovers": 1, "documents": 2, "held_out": 1}
+    monkeypatch.setattr(rows, "SEARCH", schedule)
+
+    def evaluation(name, row):
+        kinds = {**recipe.NEEDLES, **dict.fromkeys(recipe.TASKS, "short"), "hellaswag": "short", "piqa": "short"}
+        needles = name in recipe.NEEDLES
+        return {"suites": [kinds.get(name, name)], "lengths": (256, row.length), "samples": 1 if needles else 2}
+
+    monkeypatch.setattr(recipe, "evaluation", evaluation)
+    family = rows.Base(
+        title="tiny, repaired",
+        window=256,
+        lengths={1024: rows.Training(steps=2, batch_rows=2, plan_rows=20)},
+        repair=rows.Training(steps=1, batch_rows=4),
+    )
+    calibration = {"documents": 5, "lengths": (128, 192)}
+    return recipe.Bench(
+        family=family,
+        model="tiny",
+        data=tmp_path / "data",
+        output=tmp_path / "out",
+        calibration=calibration,
+        training={},
+    )
+
+
+def test_a_row_on_the_tiny_model_and_again_without_doing_anything(small):
+    small.family = replace(small.family, repair=None)
+    small.run("yarn@1k", {"needles"})
+    row = json.loads((small.output / "yarn@1k.json").read_text())
+    assert (row["name"], row["table"], row["model"]) == ("YaRN", "tiny, repaired, 1k", "tiny, repaired")
+    assert row["cost"]["tokens"] == 2 * 2 * 1024
+    # What cannot end in time is not begun; what is done is not done again.
+    before = (small.output / "yarn@1k" / "train" / "model" / "model.safetensors").stat()
+    small.run("yarn@1k", {"needles", "perplexity"}, until=time.monotonic())
+    assert not (small.output / "yarn@1k" / "perplexity").exists()
+    assert (small.output / "yarn@1k" / "train" / "model" / "model.safetensors").stat() == before
+
+
+def test_the_command_says_what_rows_take(recipe, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(
+        "sys.argv", ["run.py", "qwen", "tiny", "--data", "d", "-o", str(tmp_path), "--expect", "pi@128k"]
+    )
+    recipe.main()
+    assert "pi@128k" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_all_kinds_of_rows_on_the_tiny_model_and_their_leaderboard(small):
+    """The switch of a calibration is that of the trained model, and what plans call short follows it."""
+    for name in ("original@1k", "yarn@1k", "yarn@1k-seed1", "drope@1k", "paper@1k", "switched@1k", "yarn-rcd@1k"):
+        small.run(name, {"needles", "wordings", "longppl", "perplexity"})
+    assert small.base != small.unpacked
+    repaired, unpacked = (
+        json.loads((Path(folder) / "config.json").read_text()) for folder in (small.base, small.unpacked)
+    )
+    assert repaired["rope_parameters"] == unpacked["rope_parameters"]
+    weights = [weights_fingerprint(longrope2.describe(folder)) for folder in (small.base, small.unpacked)]
+    assert weights[0] != weights[1]
+    switched = json.loads((small.output / "switched@1k.json").read_text())
+    switch = switched["factors"]["original_length"]
+    assert switch <= 256
+    trained = longrope2.describe(small.output / "switched@1k" / "train" / "model")
+    assert trained.rope.original_length == switch
+    assert switched["factors"]["long"] == json.loads((small.output / "paper@1k.json").read_text())["factors"]["long"]
+    boards = leaderboards(sorted(small.output.glob("*@*.json")), against="YaRN").boards
+    assert [(board.table, board.length) for board in boards] == [
+        ("tiny, repaired, 1k", 1024),
+        ("tiny, repaired, 1k", 256),
+    ]
+    assert len(boards[0].standings["YaRN"]["Needle in a Haystack"].seeds) == 2
+    assert set(boards[0].standings["DroPE"]) >= {
+        "Needle in a Haystack",
+        "Needles in other wordings",
+        "LongPPL of books",
+    }
+    assert len(boards[0].standings) == 6
