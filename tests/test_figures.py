@@ -142,5 +142,16 @@ def test_no_method_flattens_the_others(name):
     assert 4 < top < 100
 
 
+def test_dimensions_that_matter_are_named_in_the_legend():
+    """A name beside its line was crossed by those of NTK."""
+    spec = RopeSpec(rotary_dim=64, theta=1e4, original_length=256)
+    found = {"YaRN": rescale("yarn", spec, 4096), "NTK": rescale("ntk", spec, 4096)}
+    found["LongRoPE2"] = rescale("longrope2", spec, 4096, critical_dimension=10)
+    axis = draw_factors(found, None).axes[0][0]
+    assert not axis.texts
+    names = axis.get_legend_handles_labels()[1]
+    assert names[-3:] == ["d_rcd = 10", "d_tcd = 13", "ten periods = 5"]
+
+
 def test_every_method_has_a_colour():
     assert {label(name).lower() for name in (*METHODS, "base", "longrope2-factors-only")} <= set(COLOURS)

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 import longrope2
 from longrope2.command_options import options_of
-from longrope2.errors import LongRopeError
+from longrope2.errors import LongRopeError, counted
 from longrope2.keywords import EvaluateOptions, SearchOptions
 from longrope2.options import FileName, Length, broken_limits, build, identity, option, stated, wrong_types
 from longrope2.reference import KEYWORDS, keywords, reference
@@ -35,7 +35,7 @@ importlib.import_module("longrope2.{room}").config = stage
 import longrope2
 from longrope2.cli import cli
 from longrope2.pipeline.recipe import read_recipe
-from longrope2.errors import LongRopeError
+from longrope2.errors import LongRopeError, counted
 
 def message(call):
     try:
@@ -185,3 +185,7 @@ def test_what_a_file_may_say_is_none_unless_given():
     assert "--start INTEGER Start. [default: 0]" in shown
     assert "--quick Quick. --size" in shown
     assert "--length N Tokens. --start" in shown
+
+
+def test_one_thing_is_not_many():
+    assert [counted(number, "document") for number in (0, 1, 2000)] == ["0 documents", "1 document", "2,000 documents"]

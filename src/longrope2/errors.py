@@ -63,6 +63,11 @@ def first_line(error: BaseException) -> str:
     return lines[0][:LONGEST_REASON] if lines else type(error).__name__
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things, in words: 1 document, 2,000 documents."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def all_problems(subject: str, problems: Sequence[str]) -> str:
     """One message that lists every problem found, so that the user can fix them in one go."""
     if len(problems) == 1:

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from shlex import quote
 from types import MappingProxyType
 from typing import Any
 
@@ -104,7 +105,7 @@ class RescaleFactors:
         if problems:
             raise FactorsError(
                 all_problems(f"these factors were made for another model than {model}", problems),
-                hint=f"make its own: longrope2 factors {model} --target-length N --method NAME -o FILE",
+                hint=f"make its own: longrope2 factors {quote(model)} --target-length N --method NAME -o FILE",
             )
 
     def made_for_another(self, model: str, revision: str) -> str | None:

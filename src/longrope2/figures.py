@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from xml.etree import ElementTree
 
-from longrope2.errors import LongRopeError, require
+from longrope2.errors import LongRopeError, counted, require
 from longrope2.factors import RescaleFactors
 from longrope2.files import atomic_path
 from longrope2.records import CalibrationRecord, Grid, Measured, SearchIteration
@@ -301,16 +301,14 @@ def _draw_factors(
     names: dict[int, str] = {}
     for place, name in marks:
         names[place] = f"{names[place]} = {name}" if place in names else name
-    for place, name in names.items():
-        axis.axvline(place, color=QUIET, linewidth=0.8, linestyle="--")
-        spot = {"xy": (place, 1), "xycoords": axis.get_xaxis_transform(), "xytext": (-2, -2)}
-        turned = {"rotation": 90, "rotation_mode": "anchor", "ha": "right", "va": "bottom"}
-        axis.annotate(f"{name} = {place}", **spot, textcoords="offset points", fontsize=8, color=QUIET, **turned)
+    # Named in the legend: beside the lines, NTK's crosses their names wherever they stand.
+    for (place, name), dashes in zip(names.items(), ("--", "-.", (0, (5, 1, 1, 1, 1, 1))), strict=False):
+        axis.axvline(place, color=QUIET, linewidth=0.9, linestyle=dashes, label=f"{name} = {place}")
     low = 0.95 * min(1.0, *(min(values) for values in series.values()))
     # NTK's factors grow far beyond s, where none of the others go but those of dimensions that hardly rotate.
     usual = [value for name, values in series.items() if "ntk" not in name.lower() for value in values]
     high = 1.1 * max(ratio, *(value for value in usual if value < HIGHEST * ratio))
-    axis.set_ylim(low, low * (high / low) ** 1.5)  # the upper third has the names of the upright lines
+    axis.set_ylim(low, low * (high / low) ** 1.2)
     drawing.log_scale(axis, base=2)
     axis.set_xlabel("RoPE dimension i")
     axis.set_ylabel("factor λ")
@@ -334,7 +332,7 @@ def draw_convergence(
                 points = [(entry.iteration, getattr(entry, key)) for entry in part]
                 tips = [
                     f"{length:,} tokens, iteration {entry.iteration}: {number(entry.perplexity)}, "
-                    f"d_rcd {entry.critical_dimension}, {entry.evaluations:,} evaluations"
+                    f"d_rcd {entry.critical_dimension}, {counted(entry.evaluations, 'evaluation')}"
                     for entry in part
                 ]
                 drawing.line(axis, points, tips, series=f"{key}-{length}", drawstyle=style, **look)
@@ -392,7 +390,7 @@ def draw_by_length(series: Mapping[str, Sequence[Measured]], path: Path | None, 
             ordered = sorted(((score.length or 0, score.percent) for score in scores), key=itemgetter(0))
             points = [(length, c.score) for length, c in ordered]
             tips = [
-                f"{name}, {length:,} tokens: {c.score:.1f}% ({c.low:.1f}–{c.high:.1f}%, {c.samples} samples)"
+                f"{name}, {length:,} tokens: {c.score:.1f}% ({c.low:.1f}–{c.high:.1f}%, {counted(c.samples, 'sample')})"
                 for length, c in ordered
             ]
             errors = [c.score - c.low for _, c in ordered], [c.high - c.score for _, c in ordered]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from longrope2.books import Book, long_enough
 from longrope2.codec import Codec
-from longrope2.errors import DataError, all_problems
+from longrope2.errors import DataError, all_problems, counted
 
 if TYPE_CHECKING:
     import numpy as np
@@ -348,8 +348,8 @@ class _Shelf:
         """Say so where `count` documents were made of fewer books."""
         if count > len(self.books):
             note(
-                f"{count} documents from {len(self.books)} books long enough for {self._length:,} tokens: "
-                "books serve more than once, each time from another start"
+                f"{counted(count, 'document')} from {counted(len(self.books), 'book')} long enough for "
+                f"{self._length:,} tokens: books serve more than once, each time from another start"
             )
 
     def cut(self, book: Book, budget: int, fraction: float, *, after: str, lead: str) -> tuple[int, list[int]]:

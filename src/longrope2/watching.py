@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from longrope2 import ledger
 from longrope2.console import duration
-from longrope2.errors import LongRopeError
+from longrope2.errors import LongRopeError, counted
 from longrope2.journal import TIME
 from longrope2.records import RecordError, RunRecord, TrainingSettings, VerifyRecord, parse
 from longrope2.training.log import read_steps
@@ -126,7 +126,7 @@ def _searching(path: Path) -> tuple[float | None, str]:
     done = len(ended)
     # The iteration under way, or the last one.
     stage, iteration = divmod(min(done, len(lengths) * (iterations + 1) - 1), iterations + 1)
-    text = f"{lengths[stage]:,} tokens, iteration {iteration} of {iterations}, {evaluations:,} evaluations"
+    text = f"{lengths[stage]:,} tokens, iteration {iteration} of {iterations}, {counted(evaluations, 'evaluation')}"
     if ended and ended[-1].perplexity is not None:
         text += f", best perplexity {ended[-1].perplexity:.4g}"
         if ended[-1].length != lengths[stage]:

@@ -212,7 +212,7 @@ def test_two_processes_do_not_tokenise_one_source_at_once(tmp_path, tiny):
 
 def test_sources_without_text_are_refused(tmp_path, tiny):
     (tmp_path / "empty.txt").write_text("")
-    with pytest.raises(DataError, match="1 documents, no token in any"):
+    with pytest.raises(DataError, match="1 document, no token in any"):
         tokenise(Source(path=str(tmp_path / "empty.txt")), tiny, tmp_path / "cache")
     (tmp_path / "folder").mkdir()
     with pytest.raises(DataError, match=r"no \.txt file in this folder"):

@@ -208,7 +208,7 @@ def test_over_long_documents_are_cut_evenly_or_dropped():
     config = PlanConfig(target_length=TARGET, original_length=ORIGINAL, buckets=buckets)
     pieces = make_pieces(Source(path="memory"), np.array([98, 99]), MARKS, config)  # the first just fits
     assert list(zip(pieces.document, pieces.start, pieces.stop, strict=True)) == [(0, 0, 98), (1, 0, 49), (1, 49, 99)]
-    with pytest.raises(DataError, match="no document in any bucket: 1 documents of 1,002 to 1,002 tokens"):
+    with pytest.raises(DataError, match="no document in any bucket: 1 document of 1,002 to 1,002 tokens"):
         plan_of([1000], buckets=buckets, over_long="drop")
 
 

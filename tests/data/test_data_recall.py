@@ -144,7 +144,7 @@ def test_wrong_options_are_named(options, message):
 
 def test_books_that_are_too_short_or_missing_are_refused(tokenizer):
     config = RecallConfig(lengths=(1024,), documents=1)
-    with pytest.raises(DataError, match="no recall document of 1,024 tokens could be made from 1 books"):
+    with pytest.raises(DataError, match=r"no recall document of 1,024 tokens could be made from 1 book\b"):
         list(recall_documents(tokenizer, [Book(title="a", text="A few words. " * 99, source="a")], config))
     with pytest.raises(DataError, match="no books"):
         list(recall_documents(tokenizer, [], config))

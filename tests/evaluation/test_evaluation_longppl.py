@@ -192,7 +192,7 @@ def test_books_without_key_tokens(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(longppl, "LEAST_GAIN", 99.0)
     result = longrope2.evaluate("tiny", ["longppl"], tmp_path / "run", lengths=(LENGTH,), samples=2)
     assert result["scores"] == []
-    assert "0 key tokens in 2 books; 2 books have none" in result["notes"][0]
+    assert "0 key tokens in 2 books; 2 books without any" in result["notes"][0]
 
 
 def test_a_judge_of_other_tokens_is_refused(tmp_path):

@@ -139,7 +139,7 @@ def test_a_damaged_file_is_named_with_its_line(made, tmp_path):
         with pytest.raises(DataError, match=r"vt\.jsonl, line 2"):
             cache.read_samples(file, 2)
     file.write_text(f"{whole[0]}\n")
-    with pytest.raises(DataError, match=r"vt\.jsonl: 1 samples, 2 expected") as caught:
+    with pytest.raises(DataError, match=r"vt\.jsonl: 1 sample, 2 expected") as caught:
         cache.read_samples(file, 2)
     assert "made again" in caught.value.hint
 

@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -289,6 +291,16 @@ class TestCompanions:
         with pytest.raises(ModelError, match=r"tokenizer_config\.json: not valid JSON"):
             export(str(tmp_path / "m"), tmp_path / "e", factors=tiny_factors())
         assert [file.name for file in tmp_path.iterdir()] == ["m"]
+
+    def test_commands_are_quoted_for_the_shell(self, tmp_path, capsys):
+        folder = tmp_path / "my model's 4k"
+        export("tiny", folder, factors=tiny_factors(**ONE_TEMPERATURE))
+        (command,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("check it with: ")]
+        assert shlex.split(command.removeprefix("check it with: ")) == ["longrope2", "verify", str(folder)]
+        card = (folder / "README.md").read_text()
+        commands = re.findall(r"`((?:vllm|longrope2|python|mlx_lm.generate|text-generation-launcher) [^`]*)`", card)
+        assert len(commands) >= 5
+        assert all(folder.name in shlex.split(command) for command in commands)
 
     def test_card(self, tmp_path, capsys):
         results = tmp_path / "results.json"

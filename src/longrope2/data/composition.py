@@ -7,6 +7,7 @@ from dataclasses import replace
 from longrope2.data.config import PlanConfig, Source
 from longrope2.data.corpus import Corpus
 from longrope2.data.packing import Draw, Packed, Piece, Pieces
+from longrope2.errors import counted
 from longrope2.records import BucketShare, CellShare, Composition, Marks, SourceShare, Table
 
 Placed = list[tuple[Piece, int]]
@@ -75,7 +76,7 @@ def composition_tables(report: Composition) -> tuple[Table, Table]:
     labels = [bucket.bucket for bucket in report.buckets]
     by_cell = {(cell.source, cell.bucket): cell for cell in report.cells}
     by_source = Table(
-        title=f"{report.rows:,} rows of {report.target_length:,} tokens: {report.tokens:,} tokens, "
+        title=f"{counted(report.rows, 'row')} of {report.target_length:,} tokens: {report.tokens:,} tokens, "
         f"{report.padding_share:.2%} padding, {report.mark_tokens:,} BOS and EOS",
         columns=["tokens from", *labels, "all", "documents", "truncated", "dropped", "unused"],
         rows=[

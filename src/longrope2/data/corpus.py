@@ -20,7 +20,7 @@ from longrope2.codec import opens_with_bos
 from longrope2.console import ProgressLine, say
 from longrope2.data.config import Source
 from longrope2.data.sources import content_bytes, content_identity, read_documents
-from longrope2.errors import DataError, require
+from longrope2.errors import DataError, counted, require
 from longrope2.files import atomic_path, package_versions
 from longrope2.records import CorpusRecord, Marks
 
@@ -234,7 +234,7 @@ def _write_arrow(source: Source, tokenizer: "PreTrainedTokenizerBase", path: Pat
             progress.update(books, documents, tokens)
     if tokens == 0:
         raise DataError(
-            f"source {source.label!r}: {documents} documents, no token in any",
+            f"source {source.label!r}: {counted(documents, 'document')}, no token in any",
             hint="omit this source, or check its files",
         )
     progress.finish(documents, tokens)
@@ -282,7 +282,7 @@ class _Progress:
 
     def update(self, books: list[Book], documents: int, tokens: int) -> None:
         self._bytes += sum(len(book.text.encode()) for book in books)
-        text = f"{documents:,} documents, {tokens:,} tokens"
+        text = f"{counted(documents, 'document')}, {tokens:,} tokens"
         if self._total is None:
             say(f"{self._label} {self._bytes // MEGABYTE}: {text}")
         else:
@@ -291,4 +291,4 @@ class _Progress:
 
     def finish(self, documents: int, tokens: int) -> None:
         if self._total is not None:
-            self._line.update(self._total, f"{documents:,} documents, {tokens:,} tokens")
+            self._line.update(self._total, f"{counted(documents, 'document')}, {tokens:,} tokens")

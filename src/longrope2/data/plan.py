@@ -26,7 +26,7 @@ from longrope2.data.packing import (
     pack,
     rows_within,
 )
-from longrope2.errors import DataError, LongRopeError
+from longrope2.errors import DataError, LongRopeError, counted
 from longrope2.files import atomic_path, bounded_lines, bytes_digest, check_writable, checksum, package_versions
 from longrope2.models import ModelInfo, describe, load_tokenizer
 from longrope2.options import build
@@ -141,7 +141,7 @@ def write_plan(info: ModelInfo, mix: Mix, output: Path, cache: Path | None = Non
     plan.save(output)
     for warning in plan.report.warnings:
         warn(warning)
-    say(f"wrote {output}: {len(plan):,} rows; tokenised sources in {cache}")
+    say(f"wrote {output}: {counted(len(plan), 'row')}; tokenised sources in {cache}")
     return plan
 
 
@@ -237,7 +237,7 @@ def _limits(config: PlanConfig, have: Sequence[int], wanted: Sequence[int], advi
     unused = sum(spare.values())
     if scarce is not None and unused > sum(wanted) / 4:
         warnings.append(
-            f"bucket {scarce} has the fewest documents for its quota: {sum(wanted):,} rows planned, "
+            f"bucket {scarce} has the fewest documents for its quota: {counted(sum(wanted), 'row')} planned, "
             f"{unused:,} more could be filled from the other buckets"
         )
     return warnings
@@ -249,7 +249,7 @@ def _check_any_piece(pieces: Sequence[Pieces], config: PlanConfig) -> None:
     sizes = np.concatenate([entry.size for entry in pieces])
     ranges = ", ".join(f"{bucket.above + 1:,} to {bucket.up_to:,}" for bucket in config.buckets)
     raise DataError(
-        f"no document in any bucket: {len(sizes):,} documents of {sizes.min():,} to {sizes.max():,} tokens, "
+        f"no document in any bucket: {counted(len(sizes), 'document')} of {sizes.min():,} to {sizes.max():,} tokens, "
         f"the buckets take {ranges}",
         hint="choose other buckets, or cut the texts of a source (cut = … in its table)",
     )

@@ -24,7 +24,7 @@ from longrope2.books import Book, read_books
 from longrope2.console import ProgressLine
 from longrope2.data.config import RecallConfig, Source
 from longrope2.data.corpus import document_marks, plain_encoder
-from longrope2.errors import DataError
+from longrope2.errors import DataError, counted
 from longrope2.files import atomic_path
 from longrope2.needles import key_value
 
@@ -122,7 +122,7 @@ class _Maker:
             if document is not None:
                 return f"recall, {book.title}", document
         raise DataError(
-            f"no recall document of {self.length:,} tokens could be made from {len(self.books)} books"
+            f"no recall document of {self.length:,} tokens could be made from {counted(len(self.books), 'book')}"
             + ("" if has_room else ": it has no room for a number and its question"),
             hint="give longer books, or ask for a shorter length" if has_room else "ask for a longer length",
         )

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from longrope2 import __version__
@@ -60,7 +61,7 @@ def card(
         "|---|---|---|",
         *(f"| {name} | `{command}` | {text} |" for name, command, text in guidance(factors, family, where, format)),
         "",
-        f"Check it on your machine: `longrope2 verify {where}`.",
+        f"Check it on your machine: `longrope2 verify {quote(where)}`.",
         "",
         "## Results",
         "",

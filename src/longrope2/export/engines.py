@@ -6,6 +6,7 @@ The only place that knows: an engine is one row of `ENGINES`. The model card, `v
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from shlex import quote
 from typing import Any, Literal
 
 from longrope2.export.probes import probe
@@ -127,14 +128,14 @@ def _transformers(factors: RescaleFactors, where: str) -> list[tuple[str, str]]:
 def _vllm(factors: RescaleFactors, where: str) -> list[tuple[str, str]]:
     exact = "exact where longrope2 is installed beside it: each request switches for itself; without, "
     text = (exact if factors.switches else "") + _always(factors)
-    rows = [(f"vllm serve {where} --max-model-len {factors.target_length}", text)]
+    rows = [(f"vllm serve {quote(where)} --max-model-len {factors.target_length}", text)]
     if factors.switches:
-        rows.append((f"vllm serve {where}", f"short factors, window of {factors.original_length:,} tokens"))
+        rows.append((f"vllm serve {quote(where)}", f"short factors, window of {factors.original_length:,} tokens"))
     return rows
 
 
 def _sglang(factors: RescaleFactors, where: str) -> list[tuple[str, str]]:
-    command = f"python -m sglang.launch_server --model-path {where} --context-length {factors.target_length}"
+    command = f"python -m sglang.launch_server --model-path {quote(where)} --context-length {factors.target_length}"
     mixed = "do not: one long sequence makes the whole batch long, and caches are not recomputed"
     return [(command, mixed if factors.switches else _always(factors))]
 
@@ -147,11 +148,11 @@ def _tgi(factors: RescaleFactors, where: str) -> list[tuple[str, str]]:
     else:
         key = f'"original_max_position_embeddings": {factors.original_length}'
         text = f"long factors in every sequence, once {key} is added to config.json"
-    return [(f"text-generation-launcher --model-id {where}", text)]
+    return [(f"text-generation-launcher --model-id {quote(where)}", text)]
 
 
 def _mlx(factors: RescaleFactors, where: str) -> list[tuple[str, str]]:
-    return [(f"mlx_lm.generate --model {where} --prompt ...", "long factors in every sequence")]
+    return [(f"mlx_lm.generate --model {quote(where)} --prompt ...", "long factors in every sequence")]
 
 
 def _llama_cpp(factors: RescaleFactors, where: str) -> list[tuple[str, str]]:
@@ -162,7 +163,7 @@ def _llama_cpp(factors: RescaleFactors, where: str) -> list[tuple[str, str]]:
     modes += [("short", short, "" if ratio == 1 else f" --yarn-attn-factor {ratio:.6g}")] if short else []
     return [
         (
-            f"llama-server -m {where} -c {context} --parallel 1{flag}",
+            f"llama-server -m {quote(where)} -c {context} --parallel 1{flag}",
             f"{side} factors in every sequence, up to {context:,} tokens",
         )
         for side, context, flag in modes

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
@@ -104,7 +105,7 @@ def export(
         warn(f"this export is not right in {name}: {fault}")
     window = f"{exported.original_length:,} → {exported.target_length:,} tokens"
     say(f"wrote {output}: {profile_of(exported)}, {window}, {precision}")
-    say(f"check it with: longrope2 verify {output}")
+    say(f"check it with: longrope2 verify {quote(str(output))}")
     return Exported(path=output, profile=profile_of(exported), dtype=precision, factors=exported, faults=faults)
 
 

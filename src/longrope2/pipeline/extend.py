@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from longrope2 import ledger
@@ -94,7 +95,7 @@ class Extended:
         old = self.folder / ledger.PAGE
         found = []
         if self.page is None and old.exists():
-            found.append(f"{old} was written before this; `longrope2 report {self.folder}` writes it again")
+            found.append(f"{old} was written before this; `longrope2 report {quote(str(self.folder))}` writes it again")
         return [*found, self.summary.note] if self.summary.note else found
 
 

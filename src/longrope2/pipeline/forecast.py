@@ -14,7 +14,7 @@ import torch
 from longrope2 import ledger
 from longrope2.console import roughly
 from longrope2.data.plan import read_plan
-from longrope2.errors import LongRopeError
+from longrope2.errors import LongRopeError, counted
 from longrope2.evaluation.config import EvaluationConfig, lengths_for
 from longrope2.evaluation.suites import SUITES
 from longrope2.export.config import ExportTable, VerifyConfig
@@ -246,7 +246,7 @@ def _train(setting: Setting, _: Step, shape: ModelShape, machine: Machine, *, is
         seconds=OVERHEAD_SECONDS["train"] + work.steps * seconds,
         memory=held * GIB,
         disk=disk,
-        note=f"{work.steps:,} steps of {work.tokens:,} tokens, on one device",
+        note=f"{counted(work.steps, 'step')} of {work.tokens:,} tokens, on one device",
     )
 
 

@@ -9,7 +9,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from longrope2 import __version__, figures, ledger
 from longrope2.console import duration, warn
-from longrope2.errors import MissingExtraError
+from longrope2.errors import MissingExtraError, counted
 from longrope2.evaluation.suites import summarised
 from longrope2.export.engines import guidance
 from longrope2.figures import length_label
@@ -188,13 +188,13 @@ def _score_cards(summary: Summary, ours: str) -> Iterator[tuple[str, str]]:
 def _work(data: RunData, stage: str) -> str:
     if stage == "search" and data.search:
         tokens = data.search.document_evaluations * data.book.target_length
-        return f"{data.search.document_evaluations:,} evaluations, {tokens:,} tokens"
+        return f"{counted(data.search.document_evaluations, 'evaluation')}, {tokens:,} tokens"
     if stage == "data" and data.plan:
-        return f"{data.plan.rows:,} rows"
+        return counted(data.plan.rows, "row")
     if stage == "train" and data.log:
-        return f"{len(data.log):,} steps, {sum(line.tokens for line in data.log):,} tokens"
+        return f"{counted(len(data.log), 'step')}, {sum(line.tokens for line in data.log):,} tokens"
     if stage == "evaluate":
-        return f"{len(data.evaluations)} evaluations"
+        return counted(len(data.evaluations), "evaluation")
     if stage == "export":
         return ", ".join(f"{entry.bytes / 1e6:,.0f} MB" for entry in data.exports)
     return ""

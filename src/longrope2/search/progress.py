@@ -1,6 +1,7 @@
 """What a search says while it runs: a line for people, its time in the journal, and what `tracking.py` hands on."""
 
 from longrope2.console import ProgressLine, say, warn
+from longrope2.errors import counted
 from longrope2.search.config import SearchConfig
 from longrope2.search.evolution import Progress
 from longrope2.search.journal import Journal
@@ -65,7 +66,7 @@ class Reporter:
         self._line.update(
             done,
             f"{self._length:,} tokens: best perplexity {shown(value)}, d_rcd {progress.best.critical_dimension}, "
-            f"{progress.evaluations:,} evaluations, {saved:.0%} saved by racing",
+            f"{counted(progress.evaluations, 'evaluation')}, {saved:.0%} saved by racing",
             always=True,
         )
         self._compare_with_chance(value)

@@ -15,7 +15,7 @@ from longrope2 import __version__
 from longrope2.books import read_books
 from longrope2.console import ProgressLine, quiet, say, warn
 from longrope2.distributed import World
-from longrope2.errors import LongRopeError
+from longrope2.errors import LongRopeError, counted
 from longrope2.factors import RescaleFactors
 from longrope2.files import package_versions
 from longrope2.methods import METHODS
@@ -118,7 +118,7 @@ def search(
                 tracking = stack.enter_context(closing(Tracking(own, wandb=wandb, settings=header["config"])))
             journal.known = here.gather(journal.known)[0]
             if journal.resumed:
-                say_here(f"resuming: {journal.resumed:,} evaluations found in {output}")
+                say_here(f"resuming: {counted(journal.resumed, 'evaluation')} found in {output}")
             with scoring(loaded.model, baseline, objective=config.objective) as scorer:
                 # The whole first group: processes that share a model can only run it together.
                 window = _try_own_window(loaded, config, scorer, baseline, here) if here.rank == 0 else []
@@ -135,8 +135,8 @@ def search(
                 measured_on = held_out or last.documents
                 tasks = [(genome, index) for genome in (*finalists, *forms.values()) for index in measured_on]
                 line = ProgressLine(len(tasks), "finalists and closed forms, evaluations")
-                counted = line.advance if here.is_main else quiet
-                _evaluator(scorer, last.space, documents, journal, here, scored=counted)(tasks)
+                advance = line.advance if here.is_main else quiet
+                _evaluator(scorer, last.space, documents, journal, here, scored=advance)(tasks)
                 winner = min(finalists, key=lambda genome: total(scores_of(genome, measured_on)).nll)
                 # A closed form may have been stopped before it had seen all documents.
                 in_sample = [(winner, index) for index in last.documents]

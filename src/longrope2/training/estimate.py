@@ -15,7 +15,7 @@ from torch import nn
 from longrope2.console import duration
 from longrope2.data.config import PlanConfig
 from longrope2.data.plan import Plan, read_plan
-from longrope2.errors import LongRopeError
+from longrope2.errors import LongRopeError, counted
 from longrope2.families import SLIDING_ATTENTION, head_dim
 from longrope2.models import ModelInfo, decoder_layers, describe, num_kv_heads, skeleton
 from longrope2.options import broken_limits, wrong_types
@@ -396,12 +396,15 @@ def estimate_tables(result: Mapping[str, Any]) -> tuple[Table, Table]:
     ]
     if result["steps"] is not None:
         rows += [
-            [f"{result['steps']:,} steps", duration(result["seconds"])],
+            [counted(result["steps"], "step"), duration(result["seconds"])],
             ["GPU hours", f"{result['gpu_hours']:,.1f}"],
         ]
     assumed = "assumed: " + "; ".join(result["assumptions"])
     return held, Table(
-        title=f"time, {result['batch_rows']} rows a step", columns=["what", "value"], rows=rows, caption=assumed
+        title=f"time, {counted(result['batch_rows'], 'row')} a step",
+        columns=["what", "value"],
+        rows=rows,
+        caption=assumed,
     )
 
 

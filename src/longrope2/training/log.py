@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longrope2.console import ProgressLine, say
+from longrope2.errors import counted
 from longrope2.files import is_sealed, naming, open_to_append, sealed_line, unsealed, write_text
 from longrope2.records import NeedleLine, RecordError, StepLine, Table, TrainingRecord, as_json, parse
 from longrope2.tracking import Tracking
@@ -41,7 +42,7 @@ def training_table(record: TrainingRecord, folder: Path) -> Table:
         )
         rows += [[name, f"{before[name]:.0%}" if name in before else "-", f"{after[name]:.0%}"] for name in after]
     return Table(
-        title=f"{record.steps:,} steps, {record.tokens:,} tokens, {record.seconds:,.0f} s",
+        title=f"{counted(record.steps, 'step')}, {record.tokens:,} tokens, {record.seconds:,.0f} s",
         columns=["", "first", "last"],
         rows=rows,
         caption=f"the model is in {folder}",

@@ -21,7 +21,7 @@ from longrope2.data.corpus import Corpus, open_corpus, tokenizer_fingerprint
 from longrope2.data.loader import RowLoader
 from longrope2.data.plan import Plan, read_plan
 from longrope2.distributed import World
-from longrope2.errors import DataError, LongRopeError, ModelError, all_problems, require
+from longrope2.errors import DataError, LongRopeError, ModelError, all_problems, counted, require
 from longrope2.factors import RescaleFactors
 from longrope2.files import atomic_folder, fingerprint, package_versions
 from longrope2.generation.saved import FACTORS_FILE, warn_of_single_attention_factor, write_factors
@@ -370,7 +370,8 @@ def _train_and_write(run: TrainingRun, output: Path, here: World, wandb: str | N
 def _reporter(run: TrainingRun, output: Path, here: World, wandb: str | None) -> StepReporter:
     config, shape, device = run.config, run.shape, here.device()
     say(
-        f"{config.steps:,} steps of {config.batch_rows} rows of {run.plan.config.target_length:,} tokens, "
+        f"{counted(config.steps, 'step')} of {counted(config.batch_rows, 'row')} of "
+        f"{run.plan.config.target_length:,} tokens, "
         f"{config.steps * config.batch_rows / len(run.plan):.2f} epochs of the plan; "
         f"{shape.trained:,} parameters learn, the model has {shape.parameters:,}"
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longrope2.console import ProgressLine
-from longrope2.errors import DataError, LongRopeError
+from longrope2.errors import DataError, LongRopeError, counted
 from longrope2.evaluation.ruler.generate import Request, RulerSample, check, make
 from longrope2.evaluation.ruler.haystack import haystack_fingerprint
 from longrope2.evaluation.ruler.tasks import TASKS
@@ -75,7 +75,7 @@ def read_samples(path: Path, count: int) -> list[RulerSample]:
         for number, line in enumerate(lines, start=1):
             samples.append(parse(RulerSample, line, f"{path}, line {number}", hint=hint))
     if len(samples) != count:
-        raise DataError(f"{path}: {len(samples)} samples, {count} expected", hint=hint)
+        raise DataError(f"{path}: {counted(len(samples), 'sample')}, {count} expected", hint=hint)
     return samples
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longrope2.errors import DataError
+from longrope2.errors import DataError, counted
 from longrope2.evaluation.ruler.counting import CommonWordsMaker, frequent_words
 from longrope2.evaluation.ruler.haystack import load_haystack
 from longrope2.evaluation.ruler.hiding import NeedleMaker
@@ -98,7 +98,9 @@ def check(task: str, *, length: int, count: int, qa_file: Path | None) -> None:
     if questions is not None and qa_file is not None:
         known, _ = read_questions(questions, qa_file)
         if count > len(known):
-            raise DataError(f"{qa_file}: {len(known):,} questions, {count:,} asked for", hint="ask for fewer samples")
+            raise DataError(
+                f"{qa_file}: {counted(len(known), 'question')}, {count:,} asked for", hint="ask for fewer samples"
+            )
 
 
 def make(request: Request) -> list[RulerSample]:

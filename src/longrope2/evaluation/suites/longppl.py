@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from longrope2.console import ProgressLine
-from longrope2.errors import DataError
+from longrope2.errors import DataError, counted
 from longrope2.evaluation.engine import SCORED_TOKENS, EvaluationEngine, plan_scores
 from longrope2.evaluation.results import digest, perplexity
 from longrope2.evaluation.suite import Setup, Suite, SuiteOutcome, TextSpan
@@ -178,11 +178,11 @@ def run(setup: Setup, engine: EvaluationEngine) -> SuiteOutcome:
 def _note(setup: Setup, length: int, window: int, keys: Sequence[Sequence[Any]]) -> str:
     short, _ = short_context(length, window)
     count, without = sum(map(len, keys)), sum(not places for places in keys)
-    lost = f"; {without} books have none" if without else ""
+    lost = f"; {counted(without, 'book')} without any" if without else ""
     judge = Path(str(setup.judge)).name
     return (
-        f"{NAME} at {length:,}: {count:,} key tokens in {len(keys)} books{lost}; judged by {judge}, "
-        f"up to {min(length, window):,} tokens of context against {short:,}"
+        f"{NAME} at {length:,}: {counted(count, 'key token')} in {counted(len(keys), 'book')}{lost}; "
+        f"judged by {judge}, up to {min(length, window):,} tokens of context against {short:,}"
     )
 
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from longrope2.books import long_enough, read_books
-from longrope2.errors import DataError
+from longrope2.errors import DataError, counted
 from longrope2.evaluation.engine import EvaluationEngine
 from longrope2.evaluation.results import digest, perplexity
 from longrope2.evaluation.suite import Setup, Suite, SuiteOutcome, TextSpan, encode
@@ -33,7 +33,7 @@ def documents(setup: Setup) -> list[list[int]]:
         if len(found) == wanted:
             break
     if len(found) < wanted:
-        setup.note(f"{len(found)} books of {length:,} tokens, {wanted} wanted")
+        setup.note(f"{counted(len(found), 'book')} of {length:,} tokens, {wanted} wanted")
     return found
 
 
