@@ -23,7 +23,7 @@ import torch
 from rows import BASES, BOARD, METHODS, Base, Mix, Row, label
 
 from longrope2 import RescaleFactors, evaluate, rescale, train
-from longrope2.console import roughly, say, show_table
+from longrope2.console import roughly, say
 from longrope2.data.config import RecallConfig
 from longrope2.data.plan import plan_documents
 from longrope2.data.recall import write_recall
@@ -32,7 +32,7 @@ from longrope2.evaluation.results import RESULTS
 from longrope2.files import atomic_folder, write_json
 from longrope2.models import describe, load, load_tokenizer, skeleton
 from longrope2.pipeline.forecast import Machine, evaluation_needs, gpu_machine, reading_seconds, search_needs
-from longrope2.records import EvaluationRecord, Results, Table
+from longrope2.records import EvaluationRecord, Results
 from longrope2.search.config import search_config
 from longrope2.training.estimate import GPUS, ModelShape, assumed_work, estimate, shape_of
 from longrope2.training.log import LOG, read_steps
@@ -328,20 +328,16 @@ class Bench:
         }
 
 
-def expectation(bench: Bench, names: list[str]) -> Table:
+def expectation(bench: Bench, names: list[str]) -> list[str]:
     """What is left of rows, in seconds, as people plan with it."""
-    rows, total = [], 0.0
+    lines, total = [f"{bench.family.title}: expected seconds on one {PLANNED_ON.upper()}"], 0.0
     for name in names:
         parts = bench.expected(name)
         total += sum(parts.values())
         listed = ", ".join(f"{part} {seconds:,.0f}" for part, seconds in parts.items() if seconds >= 0.5)
-        rows.append([name, f"{sum(parts.values()):,.0f}", listed or "done"])
-    return Table(
-        title=f"{bench.family.title}: expected seconds on one {PLANNED_ON.upper()}",
-        columns=["row", "seconds", "parts that are left"],
-        rows=rows,
-        caption=f"together about {roughly(total)}; what two rows share, such as a search, is counted once for each",
-    )
+        lines.append(f"{name}: {sum(parts.values()):,.0f} ({listed or 'done'})")
+    shared = "what rows share, such as a search or a repair, is counted once for each"
+    return [*lines, f"together about {roughly(total)}; {shared}"]
 
 
 def main() -> None:
@@ -364,7 +360,7 @@ def main() -> None:
     bench = Bench(family=BASES[options.base], model=options.model, data=options.data, output=options.output)
     until = None if options.within is None else time.monotonic() + options.within
     if options.expect:
-        show_table(expectation(bench, options.rows or bench.family.names))
+        print("\n".join(expectation(bench, options.rows or bench.family.names)))
         return
     for name in options.rows:
         bench.run(name, set(options.only.split(",")) if options.only else None, until)
