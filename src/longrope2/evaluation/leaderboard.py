@@ -289,9 +289,9 @@ def _ranked(lines: Sequence[Line], measure: Measure) -> dict[str, Standing]:
     best = max(means, key=lambda name: measure.better(means[name]))
     known = [line for line in lines if line.name in scores]
     apart = {
-        frozenset((one.name, other.name)): found[3]
+        frozenset((one.name, other.name)): difference[3]
         for one, other in combinations(known, 2)
-        if (found := compared(one, other, measure)) is not None
+        if (difference := compared(one, other, measure)) is not None
     }
     corrected = dict(zip(apart, holm(list(apart.values())), strict=True))
     standings = {}
@@ -323,7 +323,7 @@ def _differences(
 
 def _correlations(lines: Sequence[Line], measures: Sequence[Measure]) -> dict[str, RankCorrelation]:
     """Of every measure with RULER, over the lines that have both."""
-    (reference, *_) = [measure for measure in measures if measure.suite == REFERENCE] or [None]
+    reference = next((measure for measure in measures if measure.suite == REFERENCE), None)
     if reference is None:
         return {}
     found = {}
