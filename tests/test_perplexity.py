@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from conftest import FAMILY_OPTIONS, family_model
-from longrope2 import perplexity
+from longrope2 import perplexity, pieces
 from longrope2.needles import Needle, NeedleDocument
 from longrope2.perplexity import Score, scoring, total
 from longrope2.rotary import rescaled
@@ -42,7 +42,7 @@ def expected_logits(model, factors, document):
 @pytest.mark.parametrize("family", sorted(FAMILY_OPTIONS))
 def test_needle_and_plain_scores_are_those_of_full_logits(family, monkeypatch):
     monkeypatch.setattr(perplexity, "LOGIT_ROWS", 16)
-    monkeypatch.setattr(perplexity, "MLP_ROWS", 20)
+    monkeypatch.setattr(pieces, "MLP_ROWS", 20)
     model = family_model(family)
     factors = make_factors(model, long_attention_factor=1.1)
     documents = [document(72, 5, seed=0), document(72, 7, seed=1)]  # longer than the model is wide
@@ -122,7 +122,7 @@ def test_a_broken_model_scores_infinity_not_nan():
 
 
 def test_long_documents_go_through_an_mlp_in_pieces(monkeypatch):
-    monkeypatch.setattr(perplexity, "MLP_ROWS", 20)
+    monkeypatch.setattr(pieces, "MLP_ROWS", 20)
     model, seen = family_model("llama"), []
     factors = make_factors(model)
     for layer in model.model.layers:

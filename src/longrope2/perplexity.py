@@ -19,11 +19,10 @@ from longrope2.factors import RescaleFactors
 from longrope2.families import attends_simply
 from longrope2.intervals import LARGEST_NLL
 from longrope2.needles import NeedleDocument, PlainDocument
+from longrope2.pieces import mlp_in_pieces
 from longrope2.rotary import RescaledRotary, is_long, rescaled
 
 Objective = Literal["needle", "plain"]
-MLP_ROWS = 32_768
-"""How many positions go through an MLP at once: its inner width is what needs most memory at 128k."""
 LOGIT_ROWS = 2048
 """How many positions get their logits at once: full logits at 128k would take 67 GB for an 8B model."""
 
@@ -124,37 +123,12 @@ def scoring(
         stack.enter_context(our_attention(model))
         rotary = stack.enter_context(rescaled(model, factors))
         for layer in _layers(model):
-            stack.enter_context(_mlp_in_pieces(layer))
+            stack.enter_context(mlp_in_pieces(layer))
         if compiled:
             # The last layer runs in two passes and stays as it is.
             for layer in _layers(model)[:-1]:
                 stack.enter_context(compiled_layer(layer))
         yield Scorer(model, rotary, objective, simply=True)
-
-
-@contextmanager
-def _mlp_in_pieces(layer: Any) -> Iterator[None]:
-    """Let a layer's MLP take long documents piece by piece: it treats tokens one by one anyway."""
-    mlp = getattr(layer, "mlp", None)
-    if mlp is None:
-        yield
-        return
-    forward = mlp.forward
-
-    def forward_in_pieces(hidden: Tensor) -> Any:
-        if hidden.shape[1] <= MLP_ROWS:
-            return forward(hidden)
-        outputs = [forward(piece.contiguous()) for piece in hidden.split(MLP_ROWS, dim=1)]
-        if isinstance(outputs[0], Tensor):
-            return torch.cat(outputs, dim=1)
-        # Mixtures of experts may return routing weights beside the output; nothing here reads them.
-        return torch.cat([output[0] for output in outputs], dim=1), *outputs[0][1:]
-
-    mlp.forward = forward_in_pieces
-    try:
-        yield
-    finally:
-        del mlp.forward
 
 
 @contextmanager

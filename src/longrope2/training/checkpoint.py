@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.optim import Optimizer
 
 from longrope2.console import warn
@@ -37,9 +37,11 @@ RECORD = "checkpoint.json"
 class Checkpoints:
     """The checkpoints of one run."""
 
-    def __init__(self, folder: Path, *, keep: int, here: World) -> None:
+    def __init__(self, folder: Path, *, keep: int, here: World, in_background: bool = True) -> None:
         self._folder = folder
         self._keep = keep
+        # Writing in the background begins with a copy in host memory, which may be taken by the state itself.
+        self._in_background = in_background
         self._here = here
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: tuple[Future[None], Path] | None = None
@@ -57,13 +59,16 @@ class Checkpoints:
                 temporary = writing.enter_context(atomic_folder(final))
         temporary = self._here.gather(temporary)[0]
         weights, moments = get_state_dict(model, optimizer)
-        future = async_save(
-            {"model": weights, "optimizer": moments},
-            checkpoint_id=temporary,
-            process_group=self._group,
-            no_dist=self._group is None,
-        )
-        assert isinstance(future, Future)
+        state = {"model": weights, "optimizer": moments}
+        options: dict[str, Any] = {"process_group": self._group, "no_dist": self._group is None}
+        future: Any = Future()
+        if self._in_background:
+            future = async_save(state, checkpoint_id=temporary, **options)
+        else:
+            try:
+                future.set_result(save(state, checkpoint_id=temporary, **options))
+            except BaseException as error:  # DCP's are not of class Exception
+                future.set_exception(error)
         completed = self._writer.submit(self._complete, future, writing, temporary, record)
         self._pending = (completed, final)
 

@@ -1,6 +1,7 @@
 """The options of training: what a user states, and what follows from the plan."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -10,8 +11,33 @@ from longrope2.options import Length, broken_limits, build, option, wrong_types
 LongRowMask = Literal["full", "document"]
 Also = Literal["norms", "embeddings"]
 Positions = Literal["row", "pose", "random"]
+MemoryLevel = Literal["plain", "host", "small", "least"]
+Memory = Literal["auto", MemoryLevel]
 BATCH_ROWS = 64
 LARGEST_WARMUP = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Level:
+    """What a run does to need less memory on its GPU."""
+
+    compact: bool = False
+    """Weights and gradients in bfloat16, moments in 8 bits; with LoRA the frozen weights in bfloat16."""
+    states_in_host: bool = False
+    """The optimizer's state waits in host memory."""
+    frugal: bool = False
+    """Layer inputs wait in host memory, and MLPs take long rows in pieces."""
+    keeps_attention: bool = True
+    """Where layers are computed again, attention is not."""
+
+
+LEVELS: Mapping[MemoryLevel, Level] = {
+    "plain": Level(),
+    "host": Level(states_in_host=True, frugal=True),
+    "small": Level(compact=True, frugal=True),
+    "least": Level(compact=True, states_in_host=True, frugal=True, keeps_attention=False),
+}
+"""From the cheapest to what fits most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +92,12 @@ class TrainConfig(UpdateConfig):
         None, "Books around the needles; default: the package's.", metavar="SOURCE", elastic=True
     )
     sequence_parallel: int = option(1, "Processes that share each row.", least=1, elastic=True)
+    memory: Memory = option(
+        "auto",
+        "plain: all on the GPU in float32; host: states and layer inputs in host memory; small: bfloat16 weights, "
+        "8-bit moments; least: both; auto: the first that fits.",
+        elastic=True,
+    )
     recompute: bool | None = option(None, "Compute layers twice to save memory; default: on GPUs.", elastic=True)
     compiled: bool = option(
         False, "Fuse operations: faster on a GPU after the first steps.", flag="--compile", elastic=True
@@ -87,7 +119,14 @@ class TrainConfig(UpdateConfig):
             found.append("also is for lora: without it everything learns that freeze does not name")
         if self.positions != "row" and self.window != "single":
             found.append(f"positions {self.positions} need window single: short rows would keep the original RoPE")
+        if self.recompute is False and self.level.frugal:
+            found.append(f"memory {self.memory} needs recompute: layers keep no more than their input")
         return found
+
+    @property
+    def level(self) -> Level:
+        """What `memory` stands for; plain until something else was chosen."""
+        return LEVELS["plain" if self.memory == "auto" else self.memory]
 
     def check(self) -> None:
         """Refuse what cannot be trained with any plan."""

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from longrope2.console import say
 from longrope2.data.corpus import Corpus
@@ -27,6 +26,7 @@ from longrope2.records import CheckpointRecord, RowKind
 from longrope2.training.checkpoint import FOLDER, Checkpoints
 from longrope2.training.config import LongRowMask, ResolvedConfig
 from longrope2.training.mixed import Batch, MixedWindowModel, mixed_window
+from longrope2.training.optimizer import CompactAdamW, clip
 from longrope2.training.parallel import own_part, sequence_parallel, shard
 from longrope2.training.positions import DrawnPositions
 from longrope2.training.trainable import is_matrix
@@ -142,15 +142,16 @@ def train_loop(
     device = next(model.parameters()).device
     train, versions = config.to_json()["train"], package_versions("torch", "transformers")
     results = []
-    recompute = device.type == "cuda" if config.recompute is None else config.recompute
+    level = config.level
+    recompute = (device.type == "cuda" or level.frugal) if config.recompute is None else config.recompute
     with (
         interrupts() as interrupt,
-        mixed_window(model, factors, recompute=recompute, compiled=config.compiled) as mixed,
+        mixed_window(model, factors, recompute=recompute, compiled=config.compiled, level=level) as mixed,
         sequence_parallel(here),
     ):
         shard(mixed, here)
         optimizer = make_optimizer(mixed, config)
-        checkpoints = Checkpoints(output / FOLDER, keep=config.keep, here=here)
+        checkpoints = Checkpoints(output / FOLDER, keep=config.keep, here=here, in_background=not level.states_in_host)
         resumed = checkpoints.load_latest(mixed, optimizer)
         first = resumed.step if resumed else 0
         if resumed and here.is_main:
@@ -214,7 +215,7 @@ def train_step(
             # Sharded gradients are averaged over processes; their sum is wanted.
             (loss * here.num_processes / count).backward()
         losses.append(loss.detach())
-    norm = float(_full(nn.utils.clip_grad_norm_(mixed.parameters(), config.gradient_clip)))
+    norm = clip(mixed.parameters(), optimizer, config.gradient_clip)
     if math.isfinite(norm):
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -240,13 +241,16 @@ def own_rows(config: ResolvedConfig, step: int, here: World) -> range:
     return range(step * config.batch_rows + here.rank, (step + 1) * config.batch_rows, here.size)
 
 
-def make_optimizer(model: nn.Module, config: ResolvedConfig) -> torch.optim.AdamW:
+def make_optimizer(model: nn.Module, config: ResolvedConfig) -> torch.optim.Optimizer:
     """AdamW with weight decay on matrices only."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     groups = [
         {"params": [p for name, p in trained.items() if is_matrix(name, p)], "weight_decay": config.weight_decay},
         {"params": [p for name, p in trained.items() if not is_matrix(name, p)], "weight_decay": 0.0},
     ]
+    in_host = config.level.states_in_host
+    if in_host or any(p.dtype == torch.bfloat16 for p in trained.values()):
+        return CompactAdamW(groups, lr=config.learning_rate, betas=config.betas, in_host=in_host)
     fused = next(iter(trained.values())).is_cuda
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=fused)
 
@@ -277,8 +281,3 @@ def _by_kind(entries: Iterable[tuple[str, float]]) -> dict[str, float]:
 
 def _attended(ends: Sequence[int]) -> int:
     return sum((stop - start) * (stop - start + 1) // 2 for start, stop in pairwise(ends))
-
-
-def _full(value: torch.Tensor) -> torch.Tensor:
-    """A norm of sharded gradients is a sharded number."""
-    return value.full_tensor() if isinstance(value, DTensor) else value

@@ -23,8 +23,12 @@ from longrope2.attention import documents, our_attention
 from longrope2.data.loader import IGNORED_LABEL
 from longrope2.factors import RescaleFactors
 from longrope2.families import attends_simply
+from longrope2.models import decoder_layers
 from longrope2.perplexity import LOGIT_ROWS, compiled_layer, head_logits
+from longrope2.pieces import mlp_in_pieces
 from longrope2.rotary import RescaledRotary, rescaled
+from longrope2.training.config import LEVELS, Level
+from longrope2.training.host import HostInputs
 
 CrossEntropy = Callable[[Tensor, Tensor], Tensor]
 ATTENTION_OPERATIONS = frozenset(
@@ -123,13 +127,18 @@ class MixedWindowModel(nn.Module):
 
 @contextmanager
 def mixed_window(
-    model: Any, factors: RescaleFactors, *, recompute: bool = False, compiled: bool = False
+    model: Any,
+    factors: RescaleFactors,
+    *,
+    recompute: bool = False,
+    compiled: bool = False,
+    level: Level = LEVELS["plain"],
 ) -> Iterator[MixedWindowModel]:
     """Let a model take mixed rows inside the block; it is as before afterwards, but for what it learned.
 
     With `recompute` a layer keeps its input and what attention gave, and computes the rest again when it is needed:
     the least memory that does not pay for attention twice. `compiled` fuses what stands between matrix products,
-    which pays on a GPU after the first steps.
+    which pays on a GPU after the first steps. `level` may ask for less memory than that.
     """
     simply = attends_simply(model.config)
     with ExitStack() as stack:
@@ -137,7 +146,10 @@ def mixed_window(
             stack.enter_context(our_attention(model))
         rotary = stack.enter_context(rescaled(model, factors))
         if recompute:
-            stack.enter_context(_recomputing(model))
+            stack.enter_context(_recomputing(model, level))
+        if level.frugal:
+            for layer in decoder_layers(model):
+                stack.enter_context(mlp_in_pieces(layer, compiled=compiled))
         if compiled and simply:
             for layer in model.base_model.layers:
                 stack.enter_context(compiled_layer(layer))
@@ -146,14 +158,19 @@ def mixed_window(
 
 
 @contextmanager
-def _recomputing(model: Any) -> Iterator[None]:
+def _recomputing(model: Any, level: Level) -> Iterator[None]:
     def policy(_: Any, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
         kept = getattr(operation, "name", str)() in ATTENTION_OPERATIONS
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-    model.gradient_checkpointing_enable(
-        {"use_reentrant": False, "context_fn": partial(create_selective_checkpoint_contexts, policy)}
-    )
+    options: dict[str, Any] = {"use_reentrant": False}
+    if level.keeps_attention:
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
+    model.gradient_checkpointing_enable(options)
+    if level.frugal:
+        inputs = HostInputs()
+        for layer in decoder_layers(model):
+            layer._gradient_checkpointing_func = inputs.around(layer._gradient_checkpointing_func)
     try:
         yield
     finally:

@@ -21,16 +21,18 @@ from longrope2.training.mixed import Batch, MixedWindowModel
 def shard(mixed: MixedWindowModel, here: World) -> None:
     """Spread weights, gradients and optimizer state over all processes, layer by layer.
 
-    Master weights stay float32; on GPUs they are gathered, and layers computed, in bfloat16. A single GPU computes in
-    bfloat16 the same way, so it is made a world of one process.
+    Master weights stay as they are; on GPUs they are gathered, and layers computed, in bfloat16. A single GPU computes
+    in bfloat16 the same way, so it is made a world of one process. So is a CPU where some weights are bfloat16.
     """
     device = next(mixed.parameters()).device.type
-    if here.num_processes == 1 and device == "cpu":
+    is_half = device == "cuda" or any(p.dtype == torch.bfloat16 for p in mixed.parameters())
+    if here.num_processes == 1 and not is_half:
         return
     if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl", store=HashStore(), rank=0, world_size=1)
+        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh(device, (here.num_processes,))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if device == "cuda" else None, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if is_half else None, reduce_dtype=torch.float32)
     if here.num_processes > 1 and not mixed.simply:
         raise LongRopeError(
             f"'{mixed.model.config.model_type}' models are trained document by document, by one process alone",

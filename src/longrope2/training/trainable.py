@@ -75,6 +75,9 @@ def add_lora(model: nn.Module, rank: int, also: Sequence[Also] = ()) -> None:
     peft.inject_adapter_in_model(config, model, adapter_name=ADAPTER)
     for name in beside:
         model.get_parameter(name).requires_grad_(True)
+    for parameter in model.parameters():
+        if parameter.requires_grad:  # few, and learning: float32 where the frozen ones are bfloat16
+            parameter.data = parameter.data.float()
 
 
 def merged(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:

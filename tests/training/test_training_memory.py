@@ -1,0 +1,229 @@
+"""Less memory: the same training, in fewer bytes or elsewhere."""
+
+import copy
+import shutil
+
+import pytest
+import torch
+from test_training_loop import ALONE, assert_same, row, run, weights
+
+from conftest import FAMILY_OPTIONS, family_model
+from longrope2 import pieces
+from longrope2.training import host, optimizer
+from longrope2.training.config import LEVELS, TrainConfig
+from longrope2.training.loop import make_optimizer, train_loop
+from longrope2.training.mixed import mixed_window
+from longrope2.training.optimizer import CompactAdamW, clip, decode, encode, join, local, split
+from longrope2.training.trainable import add_lora
+from test_rotary import make_factors
+
+SPREAD = 6
+"""Decades between the largest and the smallest numbers tried."""
+
+
+@pytest.fixture(autouse=True)
+def small_tensors_count(monkeypatch):
+    """Rows of tests are short: let them be cut, moved and updated in parts all the same."""
+    monkeypatch.setattr(pieces, "MLP_ROWS", 20)
+    monkeypatch.setattr(host, "LEAST", 1)
+    monkeypatch.setattr(optimizer, "PIECE", 500)
+
+
+def scattered(*shape):
+    generator = torch.Generator().manual_seed(0)
+    scale = 10 ** (-SPREAD * torch.rand(shape, generator=generator))
+    return torch.randn(shape, generator=generator) * scale
+
+
+def test_both_halves_are_the_float32_number():
+    values = torch.cat((scattered(10_000), torch.tensor([0.0, -0.0, 1.0, -1.0, 3.0e38, 1e-40])))
+    upper, lower = split(values)
+    assert torch.equal(join(upper, lower).view(torch.int32), values.view(torch.int32))
+    # The nearest bfloat16: where two are equally near, either.
+    assert torch.equal((upper.float() - values).abs(), (values.bfloat16().float() - values).abs())
+
+
+@pytest.mark.parametrize("length", [1, 255, 256, 257, 700])
+@pytest.mark.parametrize("signed", [True, False])
+def test_codes_are_near_and_never_too_small_to_divide_by(length, signed):
+    values = scattered(7, length)
+    values = values if signed else values.square()
+    values[3] = 0
+    values[2, :5] = 0
+    codes, scales = encode(values, signed=signed)
+    assert codes.dtype == torch.uint8
+    assert scales.shape == (7, -(-length // optimizer.BLOCK))
+    found = decode(codes, scales, signed=signed)
+    assert torch.equal(found == 0, values == 0) or signed
+    largest = scales.repeat_interleave(optimizer.BLOCK, 1)[:, :length]
+    for part in (values.abs() > 2**-15 * largest,) if signed else (values > 2**-31 * largest,):
+        torch.testing.assert_close(found[part], values[part], rtol=2 ** (1 / 16) - 1 + 1e-5, atol=0)
+    if signed:
+        assert ((found - values).abs() <= 2**-15 * largest + 0.045 * values.abs()).all()
+    else:
+        assert (found >= 0.95 * values).all()
+
+
+def quadratic(dtype, **options):
+    """A problem with a known solution, and an optimizer."""
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(300, 20).to(dtype)
+    groups = [{"params": list(layer.parameters()), "weight_decay": 0.1}]
+    if options.pop("plain", False):
+        return layer, torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95))
+    return layer, CompactAdamW(groups, lr=1e-2, betas=(0.9, 0.95), **options)
+
+
+def steps(layer, chosen, count=30, largest=1.0):
+    generator = torch.Generator().manual_seed(1)
+    norms = []
+    for _ in range(count):
+        x = torch.randn(8, 300, generator=generator).to(layer.weight.dtype)
+        (layer(x) - x[:, :20]).float().square().mean().backward()
+        norms.append(clip(layer.parameters(), chosen, largest))
+        chosen.step()
+        chosen.zero_grad()
+    return norms
+
+
+@pytest.mark.parametrize("in_host", [False, True])
+def test_float32_weights_get_the_bits_of_torchs_adamw(in_host):
+    (ours, compact), (theirs, plain) = quadratic(torch.float32, in_host=in_host), quadratic(torch.float32, plain=True)
+    assert steps(ours, compact) == steps(theirs, plain)
+    assert torch.equal(ours.weight, theirs.weight)
+    for mine, other in zip(compact.state.values(), plain.state.values(), strict=True):
+        assert mine.keys() == other.keys()
+        assert all(torch.equal(mine[name], other[name]) for name in mine)
+
+
+def test_the_master_weight_of_bfloat16_follows_float64():
+    """Adam by hand in float64, from the same gradients; 8 bits move an update by a few percent of it."""
+    layer, compact = quadratic(torch.bfloat16)
+    weight = layer.weight.detach().double()
+    mean, square, before = torch.zeros_like(weight), torch.zeros_like(weight), weight.clone()
+    generator = torch.Generator().manual_seed(2)
+    for step in range(1, 21):
+        gradient = torch.randn(20, 300, generator=generator) * scattered(20, 300).abs() ** 0.5
+        layer.weight.grad = gradient.bfloat16()
+        compact.step()
+        rounded = gradient.bfloat16().double()
+        mean, square = 0.9 * mean + 0.1 * rounded, 0.95 * square + 0.05 * rounded**2
+        update = mean / (1 - 0.9**step) / ((square / (1 - 0.95**step)).sqrt() + 1e-8)
+        weight = weight * (1 - 1e-2 * 0.1) - 1e-2 * update
+    master = join(layer.weight.detach(), compact.state[layer.weight]["lower"]).double()
+    moved, off = (weight - before).norm(), (master - weight).norm()
+    assert off < 0.05 * moved
+    assert (layer.weight.double() - weight).norm() < 0.1 * moved
+
+
+def test_updates_too_small_for_bfloat16_are_not_lost():
+    layer, compact = quadratic(torch.bfloat16)
+    with torch.no_grad():
+        layer.weight.fill_(1.0)
+    for group in compact.param_groups:
+        group["lr"], group["weight_decay"] = 1e-4, 0.0  # bfloat16 has steps of 2^-8 and 2^-7 there
+    for _ in range(100):
+        layer.weight.grad = torch.ones_like(layer.weight)
+        compact.step()
+    torch.testing.assert_close(layer.weight.float(), torch.full((20, 300), 1 - 0.01), rtol=0, atol=2**-9 + 1e-6)
+
+
+def test_clipping_leaves_gradients_of_bfloat16_as_they_are():
+    layer, compact = quadratic(torch.bfloat16)
+    layer.weight.grad, layer.bias.grad = torch.full_like(layer.weight, 3.0), torch.full_like(layer.bias, 4.0)
+    norm = clip(layer.parameters(), compact, 0.5)
+    assert norm == pytest.approx((6000 * 9 + 20 * 16) ** 0.5)
+    assert compact.gradient_scale == pytest.approx(0.5 / norm)
+    assert (layer.weight.grad == 3).all()
+
+
+def test_bytes_of_a_parameter():
+    """2 for the weight and 2 for its gradient come on top."""
+    layer, compact = quadratic(torch.bfloat16)
+    steps(layer, compact, count=1)
+    state = compact.state[layer.weight]
+    held = sum(x.nbytes for name, x in state.items() if name != "step")
+    assert held / layer.weight.numel() == pytest.approx(4 + 2 * 2 * 4 / 300)
+
+
+# Layers
+
+
+@pytest.mark.parametrize("family", sorted(FAMILY_OPTIONS))
+def test_gradients_in_pieces_and_from_host_memory_are_the_same(family):
+    """Of every family: MLPs cut, layer inputs moved, attention kept or not, against the plain pass."""
+    found = {}
+    for name in ("plain", "host", "least"):
+        model = family_model(family).train()
+        with (
+            mixed_window(model, make_factors(model), recompute=name != "plain", level=LEVELS[name]) as mixed,
+            mixed.rows_of(row(0)),
+        ):
+            loss = mixed(row(0))
+            loss.backward()
+        found[name] = {"": loss.detach()} | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    for name in ("host", "least"):
+        assert found[name].keys() == found["plain"].keys()
+        for parameter, gradient in found[name].items():
+            expected = found["plain"][parameter]
+            assert (gradient - expected).norm() < 1e-5 * expected.norm() + 1e-7, parameter
+    assert all("forward" not in layer.mlp.__dict__ for layer in model.base_model.layers if hasattr(layer, "mlp"))
+
+
+def test_an_mlp_in_pieces_runs_twice_only():
+    """Forward, and for its gradients: not when the layer around it is computed again."""
+    model, seen = family_model("llama").train(), []
+    for layer in model.model.layers:
+        layer.mlp.down_proj.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[1]))
+    with (
+        mixed_window(model, make_factors(model), recompute=True, level=LEVELS["small"]) as mixed,
+        mixed.rows_of(row(0)),
+    ):
+        seen.clear()  # what setting up has tried
+        mixed(row(0)).backward()
+    assert seen == [20, 20, 8] * 2 * len(model.model.layers)
+
+
+def test_dropout_of_an_mlp_is_drawn_again():
+    """Starcoder 2 has one there; zeros must be where they were."""
+    model = family_model("starcoder2", residual_dropout=0.5).train()
+    hidden = torch.randn(1, 48, model.config.hidden_size, requires_grad=True)
+    with pieces.mlp_in_pieces(model.model.layers[0]):
+        torch.manual_seed(0)
+        output = model.model.layers[0].mlp(hidden)
+        output.sum().backward()
+    torch.manual_seed(0)
+    parts = torch.cat([model.model.layers[0].mlp(part) for part in hidden.detach().split(20, dim=1)], dim=1)
+    assert torch.equal(parts, output)
+    bias = model.model.layers[0].mlp.c_proj.bias.grad
+    torch.testing.assert_close(bias, 2.0 * (output != 0).sum((0, 1)).float())
+
+
+# Runs
+
+
+@pytest.mark.parametrize("memory", ["host", "small", "least"])
+def test_resuming_is_bitwise(tmp_path, memory):
+    whole, results = run(tmp_path / "whole", memory=memory)
+    run(tmp_path / "parts", memory=memory, stop_after=3)
+    resumed, later = run(tmp_path / "parts", memory=memory)
+    assert_same(local_weights(whole), local_weights(resumed))
+    assert [r.loss for r in later] == [r.loss for r in results][-len(later) :]
+    assert len(later) == 4
+
+
+def local_weights(model):
+    return {name: local(tensor) for name, tensor in weights(model).items()}
+
+
+def test_host_memory_changes_nothing_but_rounding_of_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr(pieces, "MLP_ROWS", 48)  # no pieces
+    plain, results = run(tmp_path / "plain")
+    moved, others = run(tmp_path / "host", memory="host")
+    assert [r.loss for r in others] == [r.loss for r in results]
+    assert_same(weights(plain), weights(moved))
+    # One level's checkpoints are the other's.
+    shutil.rmtree(tmp_path / "host" / "checkpoints" / "step-00000006")
+    again, later = run(tmp_path / "host")
+    assert len(later) == 2
+    assert_same(weights(plain), weights(again))
