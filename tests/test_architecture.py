@@ -17,8 +17,8 @@ ORDER = [
     "errors", "chat", "options", "intervals", "files", "records", "malloc", "runfolder", "journal", "console",
     "tracking", "distributed", "interrupts", "rope", "factors", "methods", "families", "gguf_model", "models",
     "inspection", "figures", "collection", "rotary", "generation", "serving", "kernels", "attention", "books", "codec",
-    "needles", "pieces", "perplexity", "calibration", "search", "data", "training", "evaluation", "export", "checking", "ledger",
-    "report", "watching", "pipeline", "keywords", "api", "command_options", "cli", "reference",
+    "needles", "pieces", "perplexity", "calibration", "search", "data", "training", "evaluation", "export", "checking",
+    "ledger", "report", "watching", "pipeline", "keywords", "api", "command_options", "cli", "reference",
 ]  # fmt: skip
 
 

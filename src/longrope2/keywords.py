@@ -69,6 +69,7 @@ class TrainOptions(TypedDict, total=False):
     evaluate_documents: int
     books: str | Path | None
     sequence_parallel: int
+    memory: Literal["auto", "plain", "host", "small", "least"]
     recompute: bool | None
     compiled: bool
     save_dtype: Literal["bfloat16", "float16", "float32"]

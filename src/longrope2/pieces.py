@@ -37,7 +37,7 @@ def mlp_in_pieces(layer: Any, *, compiled: bool = False) -> Iterator[None]:
             return output[0]
 
         if torch.is_grad_enabled():
-            output = _with_gradients(run, mlp, hidden)
+            output = torch.compiler.disable(_with_gradients)(run, mlp, hidden)
         else:
             output = torch.cat([run(piece) for piece in hidden.split(MLP_ROWS, dim=1)], dim=1)
         return (output, *beside) if beside else output
@@ -49,7 +49,6 @@ def mlp_in_pieces(layer: Any, *, compiled: bool = False) -> Iterator[None]:
         del mlp.forward
 
 
-@torch.compiler.disable
 def _with_gradients(run: Callable[[Tensor], Tensor], mlp: nn.Module, hidden: Tensor) -> Tensor:
     # Kept by an operation before the MLP: a checkpointed layer that runs again stops there.
     kept = _Kept.apply(hidden, torch.empty(0, requires_grad=True))

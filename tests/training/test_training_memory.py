@@ -1,20 +1,27 @@
 """Less memory: the same training, in fewer bytes or elsewhere."""
 
-import copy
+import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
+from test_training_estimate import LENGTH, LLAMA3, shape
 from test_training_loop import ALONE, assert_same, row, run, weights
+from test_training_trainable import BrokenOffError, stop_after_three
+from training_samples import log_without_times, make_sample
+from training_samples import weights as weights_of
 
 from conftest import FAMILY_OPTIONS, family_model
 from longrope2 import pieces
+from longrope2.distributed import World
+from longrope2.errors import LongRopeError
 from longrope2.training import host, optimizer
 from longrope2.training.config import LEVELS, TrainConfig
-from longrope2.training.loop import make_optimizer, train_loop
+from longrope2.training.estimate import GIB
 from longrope2.training.mixed import mixed_window
 from longrope2.training.optimizer import CompactAdamW, clip, decode, encode, join, local, split
-from longrope2.training.trainable import add_lora
+from longrope2.training.train import PRECISION, _chosen_memory
 from test_rotary import make_factors
 
 SPREAD = 6
@@ -227,3 +234,63 @@ def test_host_memory_changes_nothing_but_rounding_of_pieces(tmp_path, monkeypatc
     again, later = run(tmp_path / "host")
     assert len(later) == 2
     assert_same(weights(plain), weights(again))
+
+
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory):
+    return make_sample(tmp_path_factory.mktemp("sample"))
+
+
+@pytest.mark.parametrize("memory", ["host", "small", "least"])
+@pytest.mark.parametrize("lora", [None, 4])
+def test_a_run_learns_what_the_plain_one_does(sample, tmp_path, memory, lora):
+    """Both from weights that bfloat16 holds exactly; what differs is rounding, far less than what was learned."""
+    options = {"learning_rate": 1e-3, "steps": 8, "lora": lora}
+    before = {name: tensor.bfloat16().float() for name, tensor in weights_of(sample.model).items()}
+    plain = weights_of(sample.run(tmp_path / "plain", memory="plain", **options))
+    ours = weights_of(sample.run(tmp_path / "ours", memory=memory, **options))
+    learned = sum(float((plain[name] - before[name]).square().sum()) for name in before) ** 0.5
+    off = sum(float((plain[name] - ours[name]).square().sum()) for name in before) ** 0.5
+    assert off < (1e-3 if memory == "host" else 0.5) * learned
+    losses = [[line["loss"] for line in log_without_times(tmp_path / name)] for name in ("plain", "ours")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5 if memory == "host" else 5e-3)
+    record = json.loads((tmp_path / "ours" / "model" / "training.json").read_text())
+    assert record["config"]["memory"] == memory
+
+
+def test_auto_is_plain_on_a_cpu_and_goes_on_with_what_has_begun(sample, tmp_path, monkeypatch):
+    plain = weights_of(sample.run(tmp_path / "plain", memory="plain"))
+    settings = json.loads((tmp_path / "plain" / "run.json").read_text())
+    assert PRECISION not in settings["identity"]  # as before there was a choice
+    assert_same(plain, weights_of(sample.run(tmp_path / "auto")))
+    small = weights_of(sample.run(tmp_path / "whole", memory="small"))
+    with monkeypatch.context() as patch:
+        patch.setattr("longrope2.training.log.StepReporter.step", stop_after_three)
+        with pytest.raises(BrokenOffError):
+            sample.run(tmp_path / "small", memory="small")
+    with pytest.raises(LongRopeError, match="precision: 'bfloat16' on disk, None now"):
+        sample.run(tmp_path / "small", memory="host")
+    assert_same(small, weights_of(sample.run(tmp_path / "small")))
+
+
+def test_recomputing_cannot_be_left_out_where_layers_keep_nothing(sample, tmp_path):
+    with pytest.raises(LongRopeError, match="memory small needs recompute"):
+        sample.run(tmp_path / "run", memory="small", recompute=False)
+
+
+@pytest.mark.parametrize(
+    ("gpu_gib", "host_gib", "chosen"),
+    [(300, 128, "plain"), (139, 128, "host"), (139, 64, "small"), (80, 128, "least"), (24, 128, "least")],
+)
+def test_auto_takes_the_cheapest_level_that_fits_the_gpu(tmp_path, monkeypatch, capsys, gpu_gib, host_gib, chosen):
+    """An 8B model at 128k."""
+    monkeypatch.setattr(World, "device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    properties = SimpleNamespace(total_memory=gpu_gib * GIB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr("longrope2.training.train.host_memory", lambda: host_gib * GIB)
+    config = TrainConfig(steps=1).resolved()
+    assert _chosen_memory(config, shape(LLAMA3, tmp_path), LENGTH, None, ALONE) == chosen
+    said = capsys.readouterr().err
+    assert f"--memory {chosen}: about" in said
+    assert ("nothing fits" in said) == (gpu_gib == 24)

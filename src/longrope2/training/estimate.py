@@ -20,8 +20,19 @@ from longrope2.families import SLIDING_ATTENTION, head_dim
 from longrope2.models import ModelInfo, decoder_layers, describe, num_kv_heads, skeleton
 from longrope2.options import broken_limits, wrong_types
 from longrope2.perplexity import LOGIT_ROWS
+from longrope2.pieces import MLP_ROWS
 from longrope2.records import Table
-from longrope2.training.config import Also, EstimateConfig, LongRowMask, TrainConfig, cannot_start
+from longrope2.training.config import (
+    LEVELS,
+    Also,
+    EstimateConfig,
+    Level,
+    LongRowMask,
+    MemoryLevel,
+    TrainConfig,
+    cannot_start,
+)
+from longrope2.training.optimizer import BLOCK
 from longrope2.training.trainable import is_matrix, learning_beside, linear_layers, matching
 
 GIB = 1 << 30
@@ -63,6 +74,8 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     vocabulary: int
+    adds: bool = False
+    """Low-rank additions learn, and stay float32 whatever the rest is."""
 
     @property
     def width(self) -> int:
@@ -122,6 +135,7 @@ def shape_of(
         kv_heads=num_kv_heads(config),
         head_dim=head_dim(config),
         vocabulary=config.vocab_size,
+        adds=bool(lora),
     )
 
 
@@ -266,23 +280,50 @@ def estimate_run(
         "recompute": config.recompute is not False,  # the default on GPUs
         "compiled": config.compiled,
     }
-    result = estimate(shape, work, **options)
+    levels = possible_levels(config)
+    result = _first_that_fits(shape, work, options, levels)
     if not result["fits"]:
         smaller = None if config.lora else shape_of(skeleton(info), info, lora=SOME_LORA)
-        result["would_fit"] = list(_fitting(shape, work, options, smaller, shortest=info.rope.original_length + 1))
+        shortest = info.rope.original_length + 1
+        result["would_fit"] = list(_fitting(shape, work, options, levels, smaller, shortest=shortest))
     return result
 
 
+def possible_levels(config: TrainConfig) -> list[MemoryLevel]:
+    """What `--memory` leaves to choose from, the cheapest first."""
+    if config.memory != "auto":
+        return [config.memory]
+    return [name for name, level in LEVELS.items() if config.recompute is not False or not level.frugal]
+
+
+def _first_that_fits(
+    shape: ModelShape, work: Work, options: Mapping[str, Any], levels: Sequence[MemoryLevel]
+) -> dict[str, Any]:
+    """The estimate of the first level that fits, or of the last one."""
+    results = (estimate(shape, work, **options, memory=level) for level in levels)
+    return next(result for result in results if result["fits"] or result["memory"] == levels[-1])
+
+
 def _fitting(
-    shape: ModelShape, work: Work, options: Mapping[str, Any], smaller: ModelShape | None, *, shortest: int
+    shape: ModelShape,
+    work: Work,
+    options: Mapping[str, Any],
+    levels: Sequence[MemoryLevel],
+    smaller: ModelShape | None,
+    *,
+    shortest: int,
 ) -> Iterator[str]:
     """Changes of which each alone makes a run fit."""
 
-    def fits(shape: ModelShape = shape, work: Work = work, **changes: Any) -> bool:
-        return bool(estimate(shape, work, **{**options, **changes})["fits"])
+    def fits(
+        shape: ModelShape = shape, work: Work = work, *, levels: Sequence[MemoryLevel] = levels, **changes: Any
+    ) -> bool:
+        return bool(_first_that_fits(shape, work, {**options, **changes}, levels)["fits"])
 
     if not options["recompute"] and fits(recompute=True):
         yield "--recompute"
+    elif options["recompute"] and (enough := [level for level in LEVELS if fits(levels=[level])]):
+        yield f"--memory {enough[0]}"
     if smaller is not None and fits(smaller):
         yield f"--lora {SOME_LORA}"
     gpus, together = options["gpus"], options["sequence_parallel"]
@@ -309,17 +350,19 @@ def estimate(
     sequence_parallel: int = 1,
     recompute: bool = True,
     compiled: bool = False,
+    memory: MemoryLevel = "plain",
 ) -> dict[str, Any]:
     """Memory of each GPU in GiB and the time a run takes, with what was assumed."""
-    chip = GPUS[gpu]
-    memory = _memory(shape, work.length // sequence_parallel, gpus, recompute=recompute, compiled=compiled)
-    total, available = sum(memory.values()) / GIB, chip.memory * RESERVED
-    loading = FULL * shape.parameters / GIB  # before it is spread over GPUs, each has the whole model
+    chip, level, tokens = GPUS[gpu], LEVELS[memory], work.length // sequence_parallel
+    held = memory_of(shape, tokens, gpus, level, recompute=recompute, compiled=compiled)
+    total, available = sum(held.values()) / GIB, chip.memory * RESERVED
+    loading = loaded_bytes(shape, level) / GIB  # before it is spread over GPUs, each has the whole model
     passes = 2 + shape.trained_share + recompute  # forward, gradients of inputs and of weights, forward again
     forward_rate, backward_rate = chip.attention_rates(shape.head_dim)
     attention = shape.attention_flops(work.tokens, work.attended)
     seconds = shape.linear_flops(work.tokens) * passes / (chip.matmul * 1e12)
-    seconds += attention / (forward_rate * 1e12) + FLASH_BACKWARD * attention / (backward_rate * 1e12)
+    again = recompute and not level.keeps_attention
+    seconds += (1 + again) * attention / (forward_rate * 1e12) + FLASH_BACKWARD * attention / (backward_rate * 1e12)
     seconds *= OVERHEAD / gpus
     return {
         "parameters": shape.parameters,
@@ -330,10 +373,12 @@ def estimate(
         "length": work.length,
         "batch_rows": work.rows,
         "tokens_per_step": work.tokens,
-        "memory_gib": {name: size / GIB for name, size in memory.items()},
+        "memory": memory,
+        "memory_gib": {name: size / GIB for name, size in held.items()},
         "memory_total_gib": total,
         "memory_loading_gib": loading,
         "memory_available_gib": available,
+        "host_memory_gib": sum(host_memory_of(shape, tokens, gpus, level).values()) / GIB,
         "fits": max(total, loading) <= available,
         "seconds_per_step": seconds,
         "tokens_per_second": work.tokens / seconds,
@@ -341,35 +386,82 @@ def estimate(
         "steps": work.steps,
         "seconds": None if work.steps is None else seconds * work.steps,
         "gpu_hours": None if work.steps is None else seconds * work.steps * gpus / 3600,
-        "assumptions": _assumptions(shape, work, chip, gpus, recompute=recompute),
+        "assumptions": _assumptions(shape, work, chip, gpus, level, recompute=recompute),
     }
 
 
-def _memory(shape: ModelShape, tokens: int, gpus: int, *, recompute: bool, compiled: bool) -> dict[str, float]:
+def memory_of(
+    shape: ModelShape, tokens: int, gpus: int, level: Level, *, recompute: bool = True, compiled: bool = False
+) -> dict[str, float]:
     """Bytes on each GPU; `tokens` is its part of a row."""
     kv_width = shape.kv_heads * shape.head_dim
     # All that one layer does, norms in float32, which fused ones do not keep; the sum is what SmolLM2 was measured at.
     around, inside = (4, 3) if compiled else (8, 4)
-    whole = tokens * HALF * (around * shape.hidden + inside * shape.inner + 3 * shape.width + 3 * kv_width)
-    least = tokens * (HALF * (shape.hidden + shape.width) + FULL * shape.heads)
+    at_once = min(tokens, MLP_ROWS) if level.frugal else tokens
+    whole = tokens * HALF * (around * shape.hidden + 3 * shape.width + 3 * kv_width)
+    whole += at_once * HALF * inside * shape.inner
+    inputs = HALF * tokens * shape.hidden
+    attention = tokens * (HALF * shape.width + FULL * shape.heads)
+    kept = len(shape.windows) * (inputs + attention if recompute else whole)
+    if level.frugal:  # the input at work, and the one that comes next
+        kept = 2 * inputs + (len(shape.windows) * attention if level.keeps_attention else 0)
+    states = {} if level.states_in_host else _states(shape, level)
     return {
-        "master weights (float32)": FULL * shape.parameters / gpus,
-        "gradients (float32)": FULL * shape.trained / gpus,
-        "Adam moments (float32)": 2 * FULL * shape.trained / gpus,
+        **{name: size / gpus for name, size in (_weights(shape, level) | states).items()},
         "bfloat16 weights and gradients in use": HALF * (shape.outside + 2 * shape.layer)
         + (HALF + FULL) * shape.trained_at_once,
-        "activations that layers keep": len(shape.windows) * (least if recompute else whole),
+        "activations that layers keep": kept,
         "activations of the layer at work": whole,  # gradients take the place of values that are done with
         "a piece of the logits": LOGIT_ROWS * shape.vocabulary * 2 * (HALF + FULL) + 2 * HALF * tokens * shape.hidden,
     }
 
 
-def _assumptions(shape: ModelShape, work: Work, chip: Gpu, gpus: int, *, recompute: bool) -> list[str]:
-    kept = "their input and what attention gave, and compute the rest again" if recompute else "all they did"
+def host_memory_of(shape: ModelShape, tokens: int, gpus: int, level: Level) -> dict[str, float]:
+    """Bytes in host memory for each GPU."""
+    held = {name: size / gpus for name, size in _states(shape, level).items()} if level.states_in_host else {}
+    if level.frugal:
+        held["layer inputs (bfloat16)"] = len(shape.windows) * HALF * tokens * shape.hidden
+    return held
+
+
+def loaded_bytes(shape: ModelShape, level: Level) -> int:
+    """What each GPU holds before weights are spread over all."""
+    return (HALF if level.compact else FULL) * shape.parameters
+
+
+def _weights(shape: ModelShape, level: Level) -> dict[str, float]:
+    if not level.compact:
+        return {
+            "master weights (float32)": FULL * shape.parameters,
+            "gradients (float32)": FULL * shape.trained,
+        }
+    if shape.adds:
+        return {
+            "frozen weights (bfloat16)": HALF * shape.parameters,
+            "what learns, and its gradients (float32)": 2 * FULL * shape.trained,
+        }
+    return {"weights (bfloat16)": HALF * shape.parameters, "gradients (bfloat16)": HALF * shape.trained}
+
+
+def _states(shape: ModelShape, level: Level) -> dict[str, float]:
+    if not level.compact or shape.adds:
+        return {"Adam moments (float32)": 2 * FULL * shape.trained}
+    return {
+        "lower halves of weights (16 bits)": HALF * shape.trained,
+        "Adam moments (8 bits)": 2 * (1 + FULL / BLOCK) * shape.trained,
+    }
+
+
+def _assumptions(shape: ModelShape, work: Work, chip: Gpu, gpus: int, level: Level, *, recompute: bool) -> list[str]:
+    kept = "all they did"
+    if recompute:
+        kept = f"their input{' and what attention gave' if level.keeps_attention else ''}, and compute the rest again"
     found = [
         f"layers keep {kept}",
         f"matrix products at {chip.matmul:g} of {chip.peak:g} TFLOP/s",
     ]
+    if level.frugal:
+        found.append("what moves to host memory and back hides behind computation")
     if shape.hidden < SMALL:
         found.append("matrices as small as these reach about 60% of that, which is not counted")
     if gpus > 1:
@@ -386,7 +478,7 @@ def estimate_tables(result: Mapping[str, Any]) -> tuple[Table, Table]:
         f"{result['parameters'] / 1e9:,.2f}B parameters ({result['trained_parameters'] / 1e9:,.3f}B trained)",
         columns=["what", "GiB"],
         rows=[*memory, ["together", f"{result['memory_total_gib']:,.1f}"]],
-        caption=f"{result['memory_available_gib']:,.0f} GiB can be used: {verdict}",
+        caption=f"{result['memory_available_gib']:,.0f} GiB can be used: {verdict}{_beside(result)}",
     )
     rows = [
         ["seconds a step", f"{result['seconds_per_step']:,.1f}"],
@@ -408,8 +500,16 @@ def estimate_tables(result: Mapping[str, Any]) -> tuple[Table, Table]:
     )
 
 
+def _beside(result: Mapping[str, Any]) -> str:
+    """What a level other than the plain one takes besides."""
+    if result["memory"] == "plain":
+        return ""
+    host = f" and {result['host_memory_gib']:,.1f} GiB of host memory for each GPU" if result["host_memory_gib"] else ""
+    return f"; this is with --memory {result['memory']}{host}"
+
+
 def _way_out(result: Mapping[str, Any]) -> str:
     loads = result["memory_loading_gib"] > result["memory_available_gib"]
-    reason = "each GPU first loads all weights in float32; " if loads else ""
+    reason = "each GPU first loads all weights; " if loads else ""
     changes = result["would_fit"]
     return f"{reason}it would with {' or '.join(changes)}" if changes else f"{reason}nor with any one other option"

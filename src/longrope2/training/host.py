@@ -1,7 +1,9 @@
-"""Layer inputs in host memory: they leave the GPU as layers finish, and come back one layer ahead of the backward pass."""
+"""Layer inputs in host memory: they leave the GPU as layers finish, and come back one layer ahead of their use."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +22,15 @@ class _Moved:
     device: torch.device
     back: Tensor | None = None
     """On its device again."""
+
+
+def host_memory() -> int:
+    """Bytes of memory that this machine has, or that its container may use."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    except (OSError, ValueError):  # no container, or one without a limit
+        return total
 
 
 class HostInputs:

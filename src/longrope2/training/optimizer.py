@@ -44,10 +44,7 @@ def encode(values: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
     scales = sizes.amax(-1)
     highest = SIGN - 1 if signed else 2 * SIGN - 1
     codes = (sizes / scales[..., None]).log2_().mul_(CODES_PER_OCTAVE).round_().add_(highest)
-    if signed:
-        codes = codes.clamp_(min=0) + SIGN * (blocks < 0)
-    else:
-        codes = codes.clamp_(min=1)
+    codes = codes.clamp_(min=0) + SIGN * (blocks < 0) if signed else codes.clamp_(min=1)
     codes = codes.where(sizes > 0, 0.0)  # where a whole block is zero, its codes were not numbers
     return codes.to(torch.uint8).view(rows, -1)[:, :length], scales
 
@@ -96,15 +93,15 @@ class CompactAdamW(torch.optim.AdamW):
         self._host_mesh: DeviceMesh | None = None
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         """Update all parameters that have a gradient."""
         assert closure is None
         pieces = [piece for group in self.param_groups for p in group["params"] for piece in self._pieces(p, group)]
         if any(piece.weight.is_cuda for piece in pieces) and self._in_host:
-            self._overlapped(pieces)
-            return
+            return self._overlapped(pieces)
         for piece in pieces:
             self._update(piece, piece.state)
+        return None
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Copy a state into the one that is there: torch would give it the parameters' precision and device."""
@@ -152,7 +149,7 @@ class CompactAdamW(torch.optim.AdamW):
             return
         state = self._state_of(parameter)
         state["step"] += 1
-        weight, gradient = (local(x).flatten(1) if x.ndim > 1 else local(x)[:, None] for x in (parameter, parameter.grad))
+        weight, gradient = (local(x).reshape(len(local(x)), -1) for x in (parameter, parameter.grad))
         own = {name: local(x).reshape(len(weight), -1) for name, x in state.items() if name != "step"}
         rows = max(PIECE // max(weight.shape[1], 1), 1)
         for begin in range(0, len(weight), rows):
@@ -245,12 +242,13 @@ def clip(parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer, largest
     Gradients of bfloat16 stay as they are; the optimizer multiplies them.
     """
     learning = [p for p in parameters if p.grad is not None]
-    if all(p.dtype == torch.float32 for p in learning):
+    if not any(p.dtype == torch.bfloat16 for p in learning):
         total = nn.utils.clip_grad_norm_(learning, largest)
         # A norm of sharded gradients is a sharded number.
         return float(total.full_tensor() if isinstance(total, DTensor) else total)
     assert isinstance(optimizer, CompactAdamW)
-    squares = torch.stack([torch.linalg.vector_norm(local(p.grad), dtype=torch.float32) for p in learning]).square().sum()
+    gradients = [local(p.grad) for p in learning if p.grad is not None]
+    squares = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]).square().sum()
     if isinstance(learning[0], DTensor):
         dist.all_reduce(squares, group=learning[0].device_mesh.get_group())
     norm = float(squares.sqrt())

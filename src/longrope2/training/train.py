@@ -6,7 +6,7 @@ In this order: check everything that can be checked without weights (`prepare`),
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,8 +45,19 @@ from longrope2.runfolder import RunFolder, differences, require_same
 from longrope2.tracking import Tracking
 from longrope2.training.checkpoint import FOLDER as CHECKPOINTS
 from longrope2.training.checkpoint import step_name
-from longrope2.training.config import ResolvedConfig, TrainConfig, cannot_start
-from longrope2.training.estimate import ModelShape, known_gpu, shape_of
+from longrope2.training.config import LEVELS, MemoryLevel, ResolvedConfig, TrainConfig, cannot_start
+from longrope2.training.estimate import (
+    GIB,
+    RESERVED,
+    ModelShape,
+    host_memory_of,
+    known_gpu,
+    loaded_bytes,
+    memory_of,
+    possible_levels,
+    shape_of,
+)
+from longrope2.training.host import host_memory
 from longrope2.training.log import LOG, RECORD, StepReporter, read_log
 from longrope2.training.loop import PlanRows, train_loop
 from longrope2.training.positions import DrawnPositions
@@ -55,6 +66,8 @@ from longrope2.training.trainable import add_lora, freeze, merged
 
 MODEL = "model"
 SETTINGS = "run.json"
+PRECISION = "precision"
+"""Of the weights, in the settings of a run where it is not float32."""
 _folder = partial(RunFolder, command="train", verb="training", marks=(SETTINGS,))
 INDEX = "model.safetensors.index.json"
 SHARD_SIZE = "5GB"
@@ -89,6 +102,7 @@ def train(
             config,
             cache=cache,
             here=here,
+            precision=here.gather_all(_precision_of(output) if here.is_main else None)[0],
         )
         record, refusal = here.gather_all(_look_at(output, run) if here.is_main else None)[0]
         if refusal is not None:
@@ -134,8 +148,9 @@ def prepare(
     *,
     cache: Path | None,
     here: World,
+    precision: str | None = None,
 ) -> TrainingRun:
-    """Refuse what cannot be trained before any weight is loaded."""
+    """Refuse what cannot be trained before any weight is loaded; a run that has begun keeps its precision."""
     check_factors(factors, info)
     config = stated.resolved(len(plan), groups=here.size)
     empty_model, tokenizer = skeleton(info), load_tokenizer(info)
@@ -167,13 +182,15 @@ def prepare(
             seed=config.seed,
             note=say if here.is_main else quiet,
         )
+    shape = shape_of(empty_model, info, freeze=config.freeze, lora=config.lora, also=config.also)
+    config = replace(config, memory=_chosen_memory(config, shape, plan.config.target_length, precision, here))
     return TrainingRun(
         info=info,
         factors=factors,
         plan=plan,
         corpora=corpora,
         tokenizer=tokenizer,
-        shape=shape_of(empty_model, info, freeze=config.freeze, lora=config.lora, also=config.also),
+        shape=shape,
         needles=needles,
         config=config,
         identity={
@@ -181,8 +198,38 @@ def prepare(
             "factors": fingerprint({k: v for k, v in factors.to_json().items() if k != "provenance"}),
             "plan": plan.fingerprint,
             **identity(config),
+            **({PRECISION: "bfloat16"} if config.level.compact else {}),
         },
     )
+
+
+def _chosen_memory(
+    config: ResolvedConfig, shape: ModelShape, length: int, precision: str | None, here: World
+) -> MemoryLevel:
+    """The cheapest level that fits every GPU at hand, of those that go on with the precision of a run."""
+    levels, device = possible_levels(config), here.device()
+    if config.memory == "auto" and precision is not None:
+        levels = [name for name in levels if LEVELS[name].compact == (precision == "bfloat16")] or levels
+    if device.type == "cpu" or len(levels) == 1:
+        return levels[0]
+    on_machine = min(here.num_processes, torch.cuda.device_count())
+    found = here.gather_all((torch.cuda.get_device_properties(device).total_memory, host_memory() / on_machine))
+    gpu, host = (RESERVED * min(sizes) for sizes in zip(*found, strict=True))
+    for name in levels:
+        level, tokens = LEVELS[name], length // config.sequence_parallel
+        options = {"recompute": config.recompute is not False, "compiled": config.compiled}
+        needed = sum(memory_of(shape, tokens, here.num_processes, level, **options).values())
+        needed = max(needed, loaded_bytes(shape, level))
+        beside = sum(host_memory_of(shape, tokens, here.num_processes, level).values())
+        if needed <= gpu and beside <= host:
+            break
+    if here.is_main:
+        verdict = "" if needed <= gpu else "; nothing fits by the estimate, and this needs least"
+        say(
+            f"--memory {name}: about {needed / GIB:.0f} of {gpu / GIB:.0f} GiB on each GPU"
+            f"{f', {beside / GIB:.0f} GiB of host memory for each' if beside else ''}{verdict}"
+        )
+    return name
 
 
 def _misfits(plan: Plan, factors: RescaleFactors, tokenizer: Any, model_config: Any) -> list[str]:
@@ -285,13 +332,26 @@ def _holds(output: Path, wanted: dict[str, Any]) -> bool:
     except FileNotFoundError:
         return False
     _check_kinds(output)
-    has_saved = (output / MODEL).exists() or any((output / CHECKPOINTS).glob("step-*"))
-    if not has_saved and differences(before, wanted):
+    if not _has_saved(output) and differences(before, wanted):
         say(f"{output}: a run with other options began there and saved nothing; this one takes its place")
         return False
     hint = "use the same options to go on with it, or another folder"
     require_same(before, wanted, f"{output} holds another run", hint=hint)
     return True
+
+
+def _has_saved(output: Path) -> bool:
+    return (output / MODEL).exists() or any((output / CHECKPOINTS).glob("step-*"))
+
+
+def _precision_of(output: Path) -> str | None:
+    """The precision of the weights of a run that has saved something; None where there is none."""
+    try:
+        return (
+            TrainingSettings.load(output / SETTINGS).identity.get(PRECISION, "float32") if _has_saved(output) else None
+        )
+    except (OSError, RecordError):
+        return None  # refused later, with a reason
 
 
 def _check_kinds(output: Path) -> None:
@@ -359,8 +419,8 @@ def _train_and_write(run: TrainingRun, output: Path, here: World, wandb: str | N
         raise LongRopeError(
             f"out of memory with rows of {run.plan.config.target_length:,} tokens on {count} "
             f"process{'es' if count > 1 else ''} ({str(error).strip().partition(chr(10))[0]})",
-            hint="share rows with --sequence-parallel, use more GPUs, or train less with --lora or --freeze; "
-            "--estimate says what is needed",
+            hint="try --memory least, share rows with --sequence-parallel, use more GPUs, or train less with --lora or "
+            "--freeze; --estimate says what is needed",
         ) from error
     finally:
         if reporter is not None:
@@ -405,7 +465,8 @@ def _trained(run: TrainingRun, output: Path, here: World, reporter: StepReporter
     if run.needles:
         note = reporter.needles if reporter is not None else quiet
         hooks["evaluate"] = Retrieval(run.factors, run.needles, here, every=config.evaluate_every, note=note)
-    model = load(run.info, dtype=torch.float32, device=here.device()).model
+    dtype = torch.bfloat16 if config.level.compact else torch.float32
+    model = load(run.info, dtype=dtype, device=here.device()).model
     if config.lora is not None:
         torch.manual_seed(config.seed)
         add_lora(model, config.lora, config.also)
