@@ -2,12 +2,17 @@
 
 python benchmarks/training.py phi3-mini    # 3.8B, 128k: full fine-tuning, long and short rows
 python benchmarks/training.py smollm2      # 135M, 32k: three long rows to one short, against a plain loop
+python benchmarks/training.py llama3-8b    # 8B, 128k: full fine-tuning at a level of --memory, or --lora RANK
+
+With --tiny the last one has a shape of its own that runs on a CPU, to try the program.
 """
 
 import gc
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from common import arguments, report
@@ -17,11 +22,16 @@ from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausa
 from longrope2.distributed import World
 from longrope2.families import read_config
 from longrope2.methods import rescale
-from longrope2.training.config import TrainConfig
+from longrope2.models import describe, skeleton
+from longrope2.options import parse_length
+from longrope2.training.config import LEVELS, ResolvedConfig, TrainConfig
+from longrope2.training.estimate import GIB, host_memory_of, memory_of, shape_of
 from longrope2.training.loop import make_optimizer, train_step
 from longrope2.training.mixed import Batch, MixedWindowModel, mixed_window
 from longrope2.training.parallel import shard
+from longrope2.training.trainable import add_lora
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ALONE = World(process=0, num_processes=1, local_process=0)
 CONFIG = TrainConfig(steps=100).resolved()
 
@@ -45,35 +55,64 @@ def smollm2() -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
+def llama3_8b() -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, max_position_embeddings=8192,
+        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def tiny_llama3() -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=224, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64,
+        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
 def row(length: int, vocabulary: int, *, document: int | None = None) -> Batch:
     """A long row, or a short one of documents of one size."""
-    tokens = torch.randint(3, vocabulary, (1, length), device="cuda")
+    tokens = torch.randint(3, vocabulary, (1, length), device=DEVICE)
     ends = list(range(0, length + 1, document or length))
     labels = tokens.roll(-1, 1)
     labels[:, [end - 1 for end in ends[1:]]] = -100
     return Batch(
         tokens=tokens,
-        positions=(torch.arange(length, device="cuda") % (document or length))[None],
+        positions=(torch.arange(length, device=DEVICE) % (document or length))[None],
         labels=labels,
-        long_rows=torch.tensor([document is None], device="cuda"),
+        long_rows=torch.tensor([document is None], device=DEVICE),
         boundaries=[ends],
     )
 
 
 @contextmanager
-def trainable(make, target_length: int, **options) -> Iterator[tuple[MixedWindowModel, torch.optim.Optimizer]]:
-    """A model of float32 weights set up for training as the command does it."""
+def trainable(
+    make, target_length: int, config: ResolvedConfig = CONFIG, **options
+) -> Iterator[tuple[MixedWindowModel, torch.optim.Optimizer]]:
+    """A model set up for training as the command does it."""
     torch.manual_seed(0)
-    with torch.device("cuda"):
+    with torch.device(DEVICE):
         model = make()
+    if config.level.compact:
+        model = model.bfloat16()
+    if config.lora is not None:
+        add_lora(model, config.lora)
     factors = rescale("yarn", read_config(model.config.to_dict()).rope, target_length)
     with mixed_window(model, factors, **options) as mixed:
         shard(mixed, ALONE)
         mixed.train()
-        yield mixed, make_optimizer(mixed, CONFIG)
+        yield mixed, make_optimizer(mixed, config)
     del model, mixed
     gc.collect()
     torch.cuda.empty_cache()
+
+
+def synchronize() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
 
 
 def speed(mixed, optimizer, batches: list[Batch], *, warm_up: int, steps: int) -> float:
@@ -81,16 +120,16 @@ def speed(mixed, optimizer, batches: list[Batch], *, warm_up: int, steps: int) -
     tokens = sum(batch.tokens.numel() for batch in batches)
     for step in range(warm_up + steps):
         if step == warm_up:
-            torch.cuda.synchronize()
+            synchronize()
             start = time.perf_counter()
         result = train_step(mixed, optimizer, batches, CONFIG, step, ALONE)
         print(f"  step {step + 1}: {tokens / result.seconds:,.0f} tokens/s, loss {result.loss:.3f}", flush=True)
-    torch.cuda.synchronize()
+    synchronize()
     return steps * tokens / (time.perf_counter() - start)
 
 
 def peak_gib() -> float:
-    return torch.cuda.max_memory_allocated() / 2**30
+    return torch.cuda.max_memory_allocated() / GIB if DEVICE == "cuda" else 0.0
 
 
 def measure_phi3(options) -> None:
@@ -115,16 +154,51 @@ def measure_phi3(options) -> None:
     )  # fmt: skip
 
 
+def measure_llama3(options) -> None:
+    make = tiny_llama3 if options.tiny else llama3_8b
+    length = parse_length("256" if options.tiny else options.length)
+    document = length // 16
+    config = TrainConfig(steps=100, memory=options.memory, lora=options.lora).resolved()
+    compiled = not options.tiny
+    with trainable(make, length, config, recompute=True, compiled=compiled, level=config.level) as (mixed, optimizer):
+        vocabulary = mixed.model.config.vocab_size
+        long = speed(mixed, optimizer, [row(length, vocabulary)], warm_up=1, steps=1)
+        short = speed(mixed, optimizer, [row(length, vocabulary, document=document)], warm_up=1, steps=1)
+        peak = peak_gib()
+        with tempfile.TemporaryDirectory() as folder:
+            mixed.model.config.save_pretrained(folder)
+            info = describe(folder)
+            shape = shape_of(skeleton(info), info, lora=config.lora)
+    del mixed, optimizer
+    gc.collect()
+    # Attention computed again and nothing compiled, as in plain gradient checkpointing; the rest alike, or it would
+    # not fit.
+    again = replace(config.level, keeps_attention=False)
+    with trainable(make, length, config, recompute=True, level=again) as (mixed, optimizer):
+        full = speed(mixed, optimizer, [row(length, vocabulary)], warm_up=0, steps=1)
+    name = f"train-{'tiny' if options.tiny else 'llama3-8b'}{'-lora' if config.lora else ''}-{length // 1024}k"
+    report(
+        options, name=name, value=long, unit="tokens/s", more_is_better=True,
+        peer="not compiled, attention recomputed (its first step)", peer_value=full, length=length,
+        parameters=shape.parameters, trained_parameters=shape.trained, memory=options.memory,
+        peak_gib=peak, estimated_gib=sum(memory_of(shape, length, 1, config.level, compiled=compiled).values()) / GIB,
+        host_gib=sum(host_memory_of(shape, length, 1, config.level).values()) / GIB,
+        model_teraflops=long / length * shape.step_flops(length, length**2 // 2) / 1e12,
+        short_rows_tokens_per_second=short, document=document,
+        published_tokens_per_second_per_gpu={"Untied Ulysses, 8 x H100": 2280, "torchtitan, 8 x H100, fp8": 1071},
+    )  # fmt: skip
+
+
 def plain_loop(batches: list[Batch], steps: int) -> float:
     """What one writes first: transformers' forward and loss under autocast, cuDNN attention, a row at a time."""
     torch.manual_seed(0)
-    with torch.device("cuda"):
+    with torch.device(DEVICE):
         model = smollm2().train()
     optimizer = make_optimizer(model, CONFIG)
     tokens = sum(batch.tokens.numel() for batch in batches)
     for step in range(1 + steps):
         if step == 1:
-            torch.cuda.synchronize()
+            synchronize()
             start = time.perf_counter()
         for batch in batches:
             with torch.autocast("cuda", torch.bfloat16), sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
@@ -133,7 +207,7 @@ def plain_loop(batches: list[Batch], steps: int) -> float:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    torch.cuda.synchronize()
+    synchronize()
     return steps * tokens / (time.perf_counter() - start)
 
 
@@ -161,9 +235,13 @@ def measure_smollm2(options) -> None:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("shape", choices=["phi3-mini", "smollm2"])
+    parser.add_argument("shape", choices=["phi3-mini", "smollm2", "llama3-8b"])
+    parser.add_argument("--memory", choices=list(LEVELS), default="small", help="level of llama3-8b")
+    parser.add_argument("--lora", type=int, help="rank, for llama3-8b")
+    parser.add_argument("--length", default="128k", help="rows of llama3-8b")
+    parser.add_argument("--tiny", action="store_true", help="a small shape in place of llama3-8b")
     options = parser.parse_args()
-    {"phi3-mini": measure_phi3, "smollm2": measure_smollm2}[options.shape](options)
+    {"phi3-mini": measure_phi3, "smollm2": measure_smollm2, "llama3-8b": measure_llama3}[options.shape](options)
 
 
 if __name__ == "__main__":

@@ -1,27 +1,34 @@
 """Less memory: the same training, in fewer bytes or elsewhere."""
 
 import json
+import os
 import shutil
+import signal
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from test_training_cli import wait_for_checkpoint
 from test_training_estimate import LENGTH, LLAMA3, shape
 from test_training_loop import ALONE, assert_same, row, run, weights
 from test_training_trainable import BrokenOffError, stop_after_three
 from training_samples import log_without_times, make_sample
 from training_samples import weights as weights_of
 
-from conftest import FAMILY_OPTIONS, family_model
+from conftest import FAMILY_OPTIONS, family_model, run_together
 from longrope2 import pieces
 from longrope2.distributed import World
 from longrope2.errors import LongRopeError
 from longrope2.training import host, optimizer
 from longrope2.training.config import LEVELS, TrainConfig
 from longrope2.training.estimate import GIB
+from longrope2.training.loop import train_loop
 from longrope2.training.mixed import mixed_window
 from longrope2.training.optimizer import CompactAdamW, clip, decode, encode, join, local, split
 from longrope2.training.train import PRECISION, _chosen_memory
+from longrope2.training.trainable import add_lora
 from test_rotary import make_factors
 
 SPREAD = 6
@@ -294,3 +301,74 @@ def test_auto_takes_the_cheapest_level_that_fits_the_gpu(tmp_path, monkeypatch, 
     said = capsys.readouterr().err
     assert f"--memory {chosen}: about" in said
     assert ("nothing fits" in said) == (gpu_gib == 24)
+
+
+@pytest.mark.parametrize("memory", ["least", pytest.param("small", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("lora", [None, pytest.param(4, marks=pytest.mark.slow)])
+def test_killed_it_ends_with_the_same_bytes(sample, tmp_path, capsys, monkeypatch, memory, lora):
+    monkeypatch.undo()  # the process that is killed cuts nothing
+    options = {"steps": 20, "save_every": 2, "memory": memory} | ({"lora": lora} if lora else {})
+    parts = sample.start(tmp_path / "parts", **options)
+    wait_for_checkpoint(parts, tmp_path / "parts")
+    os.kill(parts.pid, signal.SIGKILL)
+    parts.communicate()
+    assert not (tmp_path / "parts" / "model").exists()
+    sample.run(tmp_path / "parts", **options)
+    assert "resuming after step" in capsys.readouterr().err
+    sample.run(tmp_path / "whole", **options)
+    assert_same(weights_of(tmp_path / "parts" / "model"), weights_of(tmp_path / "whole" / "model"))
+    assert log_without_times(tmp_path / "parts") == log_without_times(tmp_path / "whole")
+
+
+# Several processes
+
+CONFIG = TrainConfig(steps=6, batch_rows=4, learning_rate=1e-2, warmup_steps=2, save_every=2, keep=5)
+TOGETHER = """
+import json, sys
+from pathlib import Path
+sys.path[:0] = [{here!r}, {tests!r}]
+from longrope2.distributed import world
+from test_training_memory import losses_here
+
+for group in (1, 2):
+    for kind in ("least", "lora"):
+        with world() as all_processes:
+            here = all_processes.groups_of(group)
+            losses = losses_here(Path(sys.argv[1]) / f"{{group}}-{{kind}}", kind, here)
+            if here.is_main:
+                (Path(sys.argv[1]) / f"{{group}}-{{kind}}.json").write_text(json.dumps(losses))
+"""
+
+
+def losses_here(folder, kind, here=ALONE):
+    """Train in this process: everything, or with LoRA on frozen bfloat16 weights."""
+    model = family_model("llama").bfloat16()
+    if kind == "lora":
+        torch.manual_seed(0)
+        add_lora(model, 4)
+    config = replace(CONFIG, memory="small" if kind == "lora" else kind).resolved()
+    return [r.loss for r in train_loop(model, make_factors(model), row, config, folder, here)]
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory, one_thread):
+    """A folder with what two processes gave, with weights shared and with rows shared, each at several levels."""
+    folder = tmp_path_factory.mktemp("together")
+    here = Path(__file__).parent
+    run_together(TOGETHER.format(here=str(here), tests=str(here.parent)), str(folder), timeout=240)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["least", "lora"])
+def test_two_processes_learn_what_one_does(together, tmp_path, kind):
+    """And a run goes on with another number of them, though blocks of 8 bits must not depend on it."""
+    alone = losses_here(tmp_path / "alone", kind)
+    assert kind == "lora" or alone[-1] < alone[0]  # six steps are too few for additions that start at zero
+    for group in (1, 2):
+        losses = json.loads((together / f"{group}-{kind}.json").read_text())
+        assert losses == pytest.approx(alone, rel=5e-3)
+        begun = tmp_path / str(group) / "checkpoints"
+        shutil.copytree(together / f"{group}-{kind}" / "checkpoints" / "step-00000002", begun / "step-00000002")
+        later = losses_here(tmp_path / str(group), kind)
+        assert len(later) == 4
+        assert later == pytest.approx(losses[2:], rel=5e-3)
