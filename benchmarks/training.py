@@ -26,6 +26,7 @@ from longrope2.models import describe, skeleton
 from longrope2.options import parse_length
 from longrope2.training.config import LEVELS, ResolvedConfig, TrainConfig
 from longrope2.training.estimate import GIB, host_memory_of, memory_of, shape_of
+from longrope2.training.four_bit import freeze_in_four_bits
 from longrope2.training.loop import make_optimizer, train_step
 from longrope2.training.mixed import Batch, MixedWindowModel, mixed_window
 from longrope2.training.parallel import shard
@@ -100,6 +101,8 @@ def trainable(
         model = model.bfloat16()
     if config.lora is not None:
         add_lora(model, config.lora)
+        if config.level.four_bit:
+            freeze_in_four_bits(model)
     factors = rescale("yarn", read_config(model.config.to_dict()).rope, target_length)
     with mixed_window(model, factors, **options) as mixed:
         shard(mixed, ALONE)

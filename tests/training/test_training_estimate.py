@@ -30,6 +30,7 @@ from longrope2.training.estimate import (
     planned_work,
     shape_of,
 )  # fmt: skip
+from longrope2.training.four_bit import freeze_in_four_bits
 from longrope2.training.loop import PlanRows, _attended, make_optimizer
 from longrope2.training.optimizer import BLOCK
 from longrope2.training.trainable import add_lora
@@ -285,6 +286,8 @@ def test_bytes_are_those_of_a_real_step(tmp_path, lora, memory):
     model = family_model("llama").to(torch.bfloat16 if level.compact else torch.float32)
     if lora:
         add_lora(model, lora)
+        if level.four_bit:
+            freeze_in_four_bits(model)
     config = TrainConfig(memory=memory).resolved()
     optimizer = make_optimizer(model, config)
     for parameter in model.parameters():

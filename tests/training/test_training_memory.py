@@ -1,5 +1,6 @@
 """Less memory: the same training, in fewer bytes or elsewhere."""
 
+import copy
 import json
 import os
 import shutil
@@ -21,7 +22,7 @@ from conftest import FAMILY_OPTIONS, family_model, run_together
 from longrope2 import pieces
 from longrope2.distributed import World
 from longrope2.errors import LongRopeError
-from longrope2.training import host, optimizer
+from longrope2.training import four_bit, host, optimizer
 from longrope2.training.config import LEVELS, TrainConfig
 from longrope2.training.estimate import GIB
 from longrope2.training.loop import train_loop
@@ -248,8 +249,9 @@ def sample(tmp_path_factory):
     return make_sample(tmp_path_factory.mktemp("sample"))
 
 
-@pytest.mark.parametrize("memory", ["host", "small", "least"])
-@pytest.mark.parametrize("lora", [None, 4])
+@pytest.mark.parametrize(
+    ("memory", "lora"), [("host", None), ("small", None), ("least", None), ("host", 4), ("small", 4)]
+)
 def test_a_run_learns_what_the_plain_one_does(sample, tmp_path, memory, lora):
     """Both from weights that bfloat16 holds exactly; what differs is rounding, far less than what was learned."""
     options = {"learning_rate": 1e-3, "steps": 8, "lora": lora}
@@ -320,6 +322,56 @@ def test_killed_it_ends_with_the_same_bytes(sample, tmp_path, capsys, monkeypatc
     assert log_without_times(tmp_path / "parts") == log_without_times(tmp_path / "whole")
 
 
+# Four bits
+
+
+def test_levels_are_quantiles_of_a_normal_distribution():
+    """By the formula of QLoRA's authors."""
+    above, below = (torch.special.ndtri(torch.linspace(0.9677083, 0.5, n, dtype=torch.float64)[:-1]) for n in (9, 8))
+    values = torch.cat((above, torch.zeros(1), -below)).sort().values
+    torch.testing.assert_close(torch.tensor(four_bit.LEVELS), (values / values.max()).float(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("length", [64, 70, 200])
+def test_weights_get_the_nearest_level(length):
+    weight = scattered(11, length)
+    weight[3] = 0
+    found = four_bit.unpack(*four_bit.pack(weight), length)
+    for start in range(0, length, four_bit.BLOCK):
+        block, ours = weight[:, start : start + four_bit.BLOCK], found[:, start : start + four_bit.BLOCK]
+        grid = torch.tensor(four_bit.LEVELS) * block.abs().amax(1)[:, None, None]
+        nearest = (grid - block[..., None]).abs().min(-1).values
+        torch.testing.assert_close((ours - block).abs(), nearest.expand_as(block))
+
+
+def test_a_layer_in_four_bits_is_the_layer_of_its_rounded_weights():
+    layer = torch.nn.Linear(100, 32).bfloat16()
+    frozen = four_bit.FourBitLinear(layer)
+    assert sum(x.nbytes for x in (frozen.weight, frozen.scales)) == 32 * 128 * four_bit.BYTES
+    rounded = copy.deepcopy(layer)
+    rounded.weight.data = four_bit.unpack(*four_bit.pack(layer.weight.detach()), 100).bfloat16()
+    x = torch.randn(3, 100, dtype=torch.bfloat16, requires_grad=True)
+    expected = rounded(x)
+    assert torch.equal(frozen(x), expected)
+    (gradient,) = torch.autograd.grad(frozen(x).sum(), x)
+    assert torch.equal(gradient, torch.autograd.grad(expected.sum(), x)[0])
+
+
+def test_lora_on_four_bits_ends_merged_into_the_rounded_weights(sample, tmp_path):
+    before = weights_of(sample.model)
+    after = weights_of(sample.run(tmp_path / "run", lora=4, memory="least", learning_rate=1e-3))
+    settings = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert settings["identity"][PRECISION] == "4 bits"
+    for name, tensor in before.items():
+        tensor = tensor.bfloat16().float()
+        if "_proj." not in name:
+            assert torch.equal(after[name], tensor), name
+            continue
+        learned = after[name] - four_bit.unpack(*four_bit.pack(tensor), tensor.shape[1])
+        assert torch.linalg.matrix_rank(learned, rtol=1e-3) <= 4
+        assert 0 < learned.norm() < 0.1 * tensor.norm()
+
+
 # Several processes
 
 CONFIG = TrainConfig(steps=6, batch_rows=4, learning_rate=1e-2, warmup_steps=2, save_every=2, keep=5)
@@ -331,7 +383,7 @@ from longrope2.distributed import world
 from test_training_memory import losses_here
 
 for group in (1, 2):
-    for kind in ("least", "lora"):
+    for kind in ("least", "lora", "four bits"):
         with world() as all_processes:
             here = all_processes.groups_of(group)
             losses = losses_here(Path(sys.argv[1]) / f"{{group}}-{{kind}}", kind, here)
@@ -341,12 +393,14 @@ for group in (1, 2):
 
 
 def losses_here(folder, kind, here=ALONE):
-    """Train in this process: everything, or with LoRA on frozen bfloat16 weights."""
+    """Train in this process: everything, or with LoRA on frozen weights of bfloat16 or 4 bits."""
     model = family_model("llama").bfloat16()
-    if kind == "lora":
+    if kind != "least":
         torch.manual_seed(0)
         add_lora(model, 4)
-    config = replace(CONFIG, memory="small" if kind == "lora" else kind).resolved()
+    if kind == "four bits":
+        four_bit.freeze_in_four_bits(model)
+    config = replace(CONFIG, memory="small" if kind == "lora" else "least").resolved()
     return [r.loss for r in train_loop(model, make_factors(model), row, config, folder, here)]
 
 
@@ -359,11 +413,11 @@ def together(tmp_path_factory, one_thread):
     return folder
 
 
-@pytest.mark.parametrize("kind", ["least", "lora"])
+@pytest.mark.parametrize("kind", ["least", "lora", "four bits"])
 def test_two_processes_learn_what_one_does(together, tmp_path, kind):
     """And a run goes on with another number of them, though blocks of 8 bits must not depend on it."""
     alone = losses_here(tmp_path / "alone", kind)
-    assert kind == "lora" or alone[-1] < alone[0]  # six steps are too few for additions that start at zero
+    assert kind != "least" or alone[-1] < alone[0]  # six steps are too few for additions that start at zero
     for group in (1, 2):
         losses = json.loads((together / f"{group}-{kind}.json").read_text())
         assert losses == pytest.approx(alone, rel=5e-3)

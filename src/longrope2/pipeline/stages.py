@@ -39,7 +39,7 @@ from longrope2.report.summary import summarise
 from longrope2.search.run import run_search
 from longrope2.training.config import TrainConfig, train_config
 from longrope2.training.estimate import shape_of
-from longrope2.training.train import PRECISION, rank_problems, train
+from longrope2.training.train import precision_option, rank_problems, train
 
 DATA_PATHS = ("data", "books")
 """The options of an evaluation that name files."""
@@ -270,8 +270,7 @@ def _check_train(setting: Setting) -> Iterator[str]:
 def _train(setting: Setting, _: Sequence[Step]) -> Iterator[Step]:
     elastic = {entry.name for entry in stated(TrainConfig) if entry.option.elastic}
     options = {name: value for name, value in setting.recipe.train.items() if name not in elastic}
-    if train_config(**setting.recipe.train).level.compact:
-        options[PRECISION] = "bfloat16"
+    options |= precision_option(train_config(**setting.recipe.train))
     yield Step(
         name="train",
         needs=("search", "data"),

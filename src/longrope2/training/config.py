@@ -29,13 +29,15 @@ class Level:
     """Layer inputs wait in host memory, and MLPs take long rows in pieces."""
     keeps_attention: bool = True
     """Where layers are computed again, attention is not."""
+    four_bit: bool = False
+    """With LoRA: the frozen weights of linear layers in 4 bits."""
 
 
 LEVELS: Mapping[MemoryLevel, Level] = {
     "plain": Level(),
     "host": Level(states_in_host=True, frugal=True),
     "small": Level(compact=True, frugal=True),
-    "least": Level(compact=True, states_in_host=True, frugal=True, keeps_attention=False),
+    "least": Level(compact=True, states_in_host=True, frugal=True, keeps_attention=False, four_bit=True),
 }
 """From the cheapest to what fits most."""
 
@@ -127,6 +129,12 @@ class TrainConfig(UpdateConfig):
     def level(self) -> Level:
         """What `memory` stands for; plain until something else was chosen."""
         return LEVELS["plain" if self.memory == "auto" else self.memory]
+
+    def precision(self, level: Level) -> str:
+        """In what weights are held: a run keeps to it."""
+        if self.lora is not None and level.four_bit:
+            return "4 bits"
+        return "bfloat16" if level.compact else "float32"
 
     def check(self) -> None:
         """Refuse what cannot be trained with any plan."""

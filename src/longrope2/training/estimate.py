@@ -32,6 +32,7 @@ from longrope2.training.config import (
     TrainConfig,
     cannot_start,
 )
+from longrope2.training.four_bit import BYTES as FOUR_BIT_BYTES
 from longrope2.training.optimizer import BLOCK
 from longrope2.training.trainable import is_matrix, learning_beside, linear_layers, matching
 
@@ -74,8 +75,8 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     vocabulary: int
-    adds: bool = False
-    """Low-rank additions learn, and stay float32 whatever the rest is."""
+    linear: int = 0
+    """Weights with low-rank additions beside them; what learns then stays float32 whatever the rest is."""
 
     @property
     def width(self) -> int:
@@ -135,7 +136,7 @@ def shape_of(
         kv_heads=num_kv_heads(config),
         head_dim=head_dim(config),
         vocabulary=config.vocab_size,
-        adds=bool(lora),
+        linear=sum(layer.weight.numel() for layer in linear_layers(model).values()) if lora else 0,
     )
 
 
@@ -435,16 +436,18 @@ def _weights(shape: ModelShape, level: Level) -> dict[str, float]:
             "master weights (float32)": FULL * shape.parameters,
             "gradients (float32)": FULL * shape.trained,
         }
-    if shape.adds:
+    if shape.linear:
+        linear = (FOUR_BIT_BYTES if level.four_bit else HALF) * shape.linear
         return {
-            "frozen weights (bfloat16)": HALF * shape.parameters,
+            f"frozen linear layers ({'4 bits' if level.four_bit else 'bfloat16'})": linear,
+            "other frozen weights (bfloat16)": HALF * (shape.parameters - shape.linear),
             "what learns, and its gradients (float32)": 2 * FULL * shape.trained,
         }
     return {"weights (bfloat16)": HALF * shape.parameters, "gradients (bfloat16)": HALF * shape.trained}
 
 
 def _states(shape: ModelShape, level: Level) -> dict[str, float]:
-    if not level.compact or shape.adds:
+    if not level.compact or shape.linear:
         return {"Adam moments (float32)": 2 * FULL * shape.trained}
     return {
         "lower halves of weights (16 bits)": HALF * shape.trained,

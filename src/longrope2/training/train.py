@@ -57,6 +57,7 @@ from longrope2.training.estimate import (
     possible_levels,
     shape_of,
 )
+from longrope2.training.four_bit import freeze_in_four_bits
 from longrope2.training.host import host_memory
 from longrope2.training.log import LOG, RECORD, StepReporter, read_log
 from longrope2.training.loop import PlanRows, train_loop
@@ -198,9 +199,15 @@ def prepare(
             "factors": fingerprint({k: v for k, v in factors.to_json().items() if k != "provenance"}),
             "plan": plan.fingerprint,
             **identity(config),
-            **({PRECISION: "bfloat16"} if config.level.compact else {}),
+            **precision_option(config),
         },
     )
+
+
+def precision_option(config: TrainConfig) -> dict[str, str]:
+    """The precision of the weights where it is not float32, as runs that must not be mixed state it."""
+    precision = config.precision(config.level)
+    return {} if precision == "float32" else {PRECISION: precision}
 
 
 def _chosen_memory(
@@ -209,7 +216,7 @@ def _chosen_memory(
     """The cheapest level that fits every GPU at hand, of those that go on with the precision of a run."""
     levels, device = possible_levels(config), here.device()
     if config.memory == "auto" and precision is not None:
-        levels = [name for name in levels if LEVELS[name].compact == (precision == "bfloat16")] or levels
+        levels = [name for name in levels if config.precision(LEVELS[name]) == precision] or levels
     if device.type == "cpu" or len(levels) == 1:
         return levels[0]
     on_machine = min(here.num_processes, torch.cuda.device_count())
@@ -470,6 +477,8 @@ def _trained(run: TrainingRun, output: Path, here: World, reporter: StepReporter
     if config.lora is not None:
         torch.manual_seed(config.seed)
         add_lora(model, config.lora, config.also)
+        if config.level.four_bit:
+            freeze_in_four_bits(model)
     freeze(model, config.freeze)
     train_loop(model, run.factors, rows, config, output, here, kind_of=rows.kind, name_row=rows.name, **hooks)
     return model

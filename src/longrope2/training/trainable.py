@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from longrope2.errors import LongRopeError, require
 from longrope2.training.config import Also
+from longrope2.training.four_bit import FourBitLinear, unpack
 
 ADAPTER = "default"
 LORA_SCALE = 2
@@ -87,7 +88,12 @@ def merged(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
         if ".lora_" in name:
             continue
         layer, is_base, kind = name.rpartition(".base_layer.")
+        if is_base and kind == "scales":
+            continue
         if is_base and kind == "weight":
+            base: Any = model.get_submodule(f"{layer}.base_layer")
+            if isinstance(base, FourBitLinear):
+                tensor = unpack(tensor, state[f"{layer}.base_layer.scales"], base.in_features)
             scale = _scaling(model.get_submodule(layer))
             low, high = (state[f"{layer}.lora_{side}.{ADAPTER}.weight"] for side in "AB")
             tensor = tensor + scale * (high @ low)
