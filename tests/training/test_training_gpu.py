@@ -5,10 +5,13 @@ import torch
 from test_training_loop import ALONE, row
 
 from conftest import family_model
+from longrope2 import pieces
 from longrope2.kernels import Heads, agrees, choose_kernel, varlen_agrees
-from longrope2.training.config import TrainConfig
+from longrope2.training import host, optimizer
+from longrope2.training.config import LEVELS, TrainConfig
 from longrope2.training.loop import train_loop
 from longrope2.training.mixed import mixed_window
+from longrope2.training.optimizer import CompactAdamW
 from test_rotary import make_factors
 
 pytestmark = pytest.mark.gpu
@@ -40,9 +43,12 @@ def config(**options):
     return TrainConfig(batch_rows=2, learning_rate=1e-2, warmup_steps=2, save_every=2, **options).resolved()
 
 
-def trained(folder, *, device, steps=4, recompute=False):
+def trained(folder, *, device, steps=4, memory="plain", recompute=False):
     model = family_model("llama").to(device)
-    results = train_loop(model, make_factors(model), row, config(steps=steps, recompute=recompute), folder, ALONE)
+    if LEVELS[memory].compact:
+        model = model.bfloat16()
+    chosen = config(steps=steps, recompute=recompute or LEVELS[memory].frugal, memory=memory)
+    results = train_loop(model, make_factors(model), row, chosen, folder, ALONE)
     return model, [result.loss for result in results]
 
 
@@ -69,3 +75,40 @@ def test_resuming_goes_on_from_the_same_state(tmp_path):
         train_loop(model, make_factors(model), row, config(steps=4), tmp_path / "parts", ALONE, report=stop)
     _, rest = trained(tmp_path / "parts", device="cuda")
     assert rest == pytest.approx(whole[-len(rest) :], rel=1e-3)
+
+
+@pytest.fixture
+def small_tensors_count(monkeypatch):
+    monkeypatch.setattr(pieces, "MLP_ROWS", 20)
+    monkeypatch.setattr(host, "LEAST", 1)
+    monkeypatch.setattr(optimizer, "PIECE", 500)
+
+
+@pytest.mark.usefixtures("small_tensors_count")
+@pytest.mark.parametrize("memory", ["host", "small", "least"])
+def test_levels_of_memory_learn_what_the_plain_one_does(tmp_path, memory):
+    """Copies to host memory and back run beside the computation here: one that came too late would show."""
+    _, expected = trained(tmp_path / "plain", device="cuda", steps=6)
+    _, losses = trained(tmp_path / "ours", device="cuda", steps=6, memory=memory)
+    assert losses == pytest.approx(expected, rel=2e-2)
+    (tmp_path / "ours" / "checkpoints" / "step-00000006").rename(tmp_path / "last")
+    _, rest = trained(tmp_path / "ours", device="cuda", steps=6, memory=memory)
+    assert rest == pytest.approx(losses[-2:], rel=1e-3)
+
+
+def test_a_state_in_host_memory_is_updated_as_one_on_the_gpu(monkeypatch):
+    monkeypatch.setattr(optimizer, "PIECE", 5000)
+    found = {}
+    for in_host in (False, True):
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(300, 200).cuda().to(dtype) for dtype in (torch.bfloat16, torch.float32)]
+        parameters = [p for layer in layers for p in layer.parameters()]
+        adamw = CompactAdamW([{"params": parameters}], lr=1e-2, betas=(0.9, 0.95), in_host=in_host)
+        for _ in range(10):
+            for parameter in parameters:
+                parameter.grad = torch.randn_like(parameter)
+            adamw.step()
+        states = [x.cpu() for state in adamw.state.values() for x in state.values()]
+        assert all(x.is_pinned() for state in adamw.state.values() for x in state.values() if x.ndim) == in_host
+        found[in_host] = [p.detach().cpu() for p in parameters] + states
+    assert all(torch.equal(a, b) for a, b in zip(found[False], found[True], strict=True))

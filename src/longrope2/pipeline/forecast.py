@@ -29,7 +29,7 @@ from longrope2.rope import RopeSpec
 from longrope2.search.config import SearchConfig
 from longrope2.search.evolution import FINALISTS
 from longrope2.search.racing import LEFT_BY_RACING
-from longrope2.training.config import train_config
+from longrope2.training.config import MemoryLevel, train_config
 from longrope2.training.estimate import (
     FLASH_BACKWARD,
     GIB,
@@ -234,7 +234,10 @@ def _train(setting: Setting, _: Step, shape: ModelShape, machine: Machine, *, is
     recompute = options.get("recompute", machine.on_gpu)
     parallel = options.get("sequence_parallel", 1)
     # Memory does not depend on the kind of GPU.
-    memory = estimate(shape, work, gpus=1, gpu="h200", sequence_parallel=parallel, recompute=recompute)["memory_gib"]
+    stated = train_config(**options).memory
+    level: MemoryLevel = "plain" if stated == "auto" else stated
+    found = estimate(shape, work, gpus=1, gpu="h200", sequence_parallel=parallel, recompute=recompute, memory=level)
+    memory = found["memory_gib"]
     wider = machine.bytes_per_value / 2  # counted for bfloat16
     held = sum(size * (wider if "activations" in name else 1) for name, size in memory.items())
     passes = 2 + shape.trained_share + bool(recompute)
