@@ -21,6 +21,7 @@ def mlp_in_pieces(layer: Any, *, compiled: bool = False) -> Iterator[None]:
     if mlp is None:
         yield
         return
+    before = mlp.__dict__.get("forward")  # where it is in pieces already: needles are scored while a model trains
     forward = torch.compile(mlp.forward, dynamic=False) if compiled else mlp.forward
 
     def forward_in_pieces(hidden: Tensor) -> Any:
@@ -47,6 +48,8 @@ def mlp_in_pieces(layer: Any, *, compiled: bool = False) -> Iterator[None]:
         yield
     finally:
         del mlp.forward
+        if before is not None:
+            mlp.forward = before
 
 
 def _with_gradients(run: Callable[[Tensor], Tensor], mlp: nn.Module, hidden: Tensor) -> Tensor:

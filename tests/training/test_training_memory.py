@@ -199,6 +199,16 @@ def test_an_mlp_in_pieces_runs_twice_only():
     assert seen == [20, 20, 8] * 2 * len(model.model.layers)
 
 
+def test_an_mlp_stays_in_pieces_after_needles_were_scored():
+    layer = family_model("llama").model.layers[0]
+    with pieces.mlp_in_pieces(layer):
+        inside = layer.mlp.forward
+        with pieces.mlp_in_pieces(layer):
+            assert layer.mlp.forward is not inside
+        assert layer.mlp.forward is inside
+    assert "forward" not in layer.mlp.__dict__
+
+
 def test_dropout_of_an_mlp_is_drawn_again():
     """Starcoder 2 has one there; zeros must be where they were."""
     model = family_model("starcoder2", residual_dropout=0.5).train()

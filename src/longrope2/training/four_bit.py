@@ -1,5 +1,6 @@
 """Frozen linear layers in 4 bits (QLoRA's NF4): 16 levels where normally distributed weights have their quantiles."""
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ def pack(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Weights [N, M] as the nearest levels, relative to the largest of a block, and the blocks' scales."""
     blocks = F.pad(weight.float(), (0, -weight.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
     scales = blocks.abs().amax(-1)
-    levels = torch.tensor(LEVELS, device=weight.device)
+    levels = _levels(weight.device)
     relative = blocks / scales.clamp(min=torch.finfo(torch.float32).tiny)[..., None]
     codes = torch.bucketize(relative, (levels[1:] + levels[:-1]) / 2).to(torch.uint8).flatten(1)
     return (codes[:, ::2] << 4 | codes[:, 1::2]).view(torch.bfloat16), scales.view(torch.bfloat16)
@@ -50,8 +51,13 @@ def unpack(packed: Tensor, scales: Tensor, length: int) -> Tensor:
     """The weights [N, `length`] in float32 that `pack` gave these bytes for."""
     pairs = packed.view(torch.uint8)
     codes = torch.stack((pairs >> 4, pairs & 15), dim=-1).flatten(1)
-    values = torch.tensor(LEVELS, device=packed.device)[codes.int()].unflatten(1, (-1, BLOCK))
+    values = _levels(packed.device)[codes.int()].unflatten(1, (-1, BLOCK))
     return (values * scales.view(torch.float32)[..., None]).flatten(1)[:, :length]
+
+
+@lru_cache
+def _levels(device: torch.device) -> Tensor:
+    return torch.tensor(LEVELS, device=device)
 
 
 def freeze_in_four_bits(model: nn.Module) -> None:
