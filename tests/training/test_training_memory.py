@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from test_training_cli import wait_for_checkpoint
 from test_training_estimate import LENGTH, LLAMA3, shape
 from test_training_loop import ALONE, assert_same, row, run, weights
@@ -41,7 +42,7 @@ def small_tensors_count(monkeypatch):
     """Rows of tests are short: let them be cut, moved and updated in parts all the same."""
     monkeypatch.setattr(pieces, "MLP_ROWS", 20)
     monkeypatch.setattr(host, "LEAST", 1)
-    monkeypatch.setattr(optimizer, "PIECE", 500)
+    monkeypatch.setattr(optimizer, "PIECE", 5000)
 
 
 def scattered(*shape):
@@ -256,22 +257,38 @@ def test_host_memory_changes_nothing_but_rounding_of_pieces(tmp_path, monkeypatc
 
 @pytest.fixture(scope="module")
 def sample(tmp_path_factory):
-    return make_sample(tmp_path_factory.mktemp("sample"))
+    """A model whose weights are bfloat16 numbers, so that all levels begin with the same ones."""
+    made = make_sample(tmp_path_factory.mktemp("sample"))
+    (file,) = made.model.glob("*.safetensors")
+    rounded = {name: tensor.bfloat16().float() for name, tensor in weights_of(made.model).items()}
+    save_file(rounded, file, metadata={"format": "pt"})
+    return made
 
 
-@pytest.mark.parametrize(
-    ("memory", "lora"), [("host", None), ("small", None), ("least", None), ("host", 4), ("small", 4)]
-)
-def test_a_run_learns_what_the_plain_one_does(sample, tmp_path, memory, lora):
-    """Both from weights that bfloat16 holds exactly; what differs is rounding, far less than what was learned."""
-    options = {"learning_rate": 1e-3, "steps": 8, "lora": lora}
-    before = {name: tensor.bfloat16().float() for name, tensor in weights_of(sample.model).items()}
-    plain = weights_of(sample.run(tmp_path / "plain", memory="plain", **options))
-    ours = weights_of(sample.run(tmp_path / "ours", memory=memory, **options))
+RUN = {"learning_rate": 1e-3, "steps": 6}
+
+
+@pytest.fixture(scope="module", params=[None, 4])
+def plain_run(request, sample, tmp_path_factory):
+    """The rank of additions, if any, and the folder of a run with nothing done about memory."""
+    folder = tmp_path_factory.mktemp("plain") / "run"
+    sample.run(folder, memory="plain", lora=request.param, **RUN)
+    return request.param, folder
+
+
+@pytest.mark.parametrize("memory", ["host", "small", "least"])
+def test_a_run_learns_what_the_plain_one_does(sample, plain_run, tmp_path, memory):
+    """What differs is rounding, less than what was learned."""
+    lora, folder = plain_run
+    if lora and memory == "least":
+        return  # four bits: below
+    before = weights_of(sample.model)
+    plain = weights_of(folder / "model")
+    ours = weights_of(sample.run(tmp_path / "ours", memory=memory, lora=lora, **RUN))
     learned = sum(float((plain[name] - before[name]).square().sum()) for name in before) ** 0.5
     off = sum(float((plain[name] - ours[name]).square().sum()) for name in before) ** 0.5
-    assert off < (1e-3 if memory == "host" else 0.5) * learned
-    losses = [[line["loss"] for line in log_without_times(tmp_path / name)] for name in ("plain", "ours")]
+    assert off < (1e-4 if memory == "host" else 0.15) * learned
+    losses = [[line["loss"] for line in log_without_times(path)] for path in (folder, tmp_path / "ours")]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5 if memory == "host" else 5e-3)
     record = json.loads((tmp_path / "ours" / "model" / "training.json").read_text())
     assert record["config"]["memory"] == memory
@@ -319,7 +336,7 @@ def test_auto_takes_the_cheapest_level_that_fits_the_gpu(tmp_path, monkeypatch, 
 @pytest.mark.parametrize("lora", [None, pytest.param(4, marks=pytest.mark.slow)])
 def test_killed_it_ends_with_the_same_bytes(sample, tmp_path, capsys, monkeypatch, memory, lora):
     monkeypatch.undo()  # the process that is killed cuts nothing
-    options = {"steps": 20, "save_every": 2, "memory": memory} | ({"lora": lora} if lora else {})
+    options = {"steps": 10, "save_every": 2, "memory": memory} | ({"lora": lora} if lora else {})
     parts = sample.start(tmp_path / "parts", **options)
     wait_for_checkpoint(parts, tmp_path / "parts")
     os.kill(parts.pid, signal.SIGKILL)
@@ -373,7 +390,6 @@ def test_lora_on_four_bits_ends_merged_into_the_rounded_weights(sample, tmp_path
     settings = json.loads((tmp_path / "run" / "run.json").read_text())
     assert settings["identity"][PRECISION] == "4 bits"
     for name, tensor in before.items():
-        tensor = tensor.bfloat16().float()
         if "_proj." not in name:
             assert torch.equal(after[name], tensor), name
             continue
