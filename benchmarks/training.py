@@ -101,8 +101,8 @@ def trainable(
         model = model.bfloat16()
     if config.lora is not None:
         add_lora(model, config.lora)
-        if config.level.four_bit:
-            freeze_in_four_bits(model)
+    if config.level.four_bit:
+        freeze_in_four_bits(model)
     factors = rescale("yarn", read_config(model.config.to_dict()).rope, target_length)
     with mixed_window(model, factors, **options) as mixed:
         shard(mixed, ALONE)

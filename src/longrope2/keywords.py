@@ -69,7 +69,7 @@ class TrainOptions(TypedDict, total=False):
     evaluate_documents: int
     books: str | Path | None
     sequence_parallel: int
-    memory: Literal["auto", "plain", "host", "small", "least"]
+    memory: Literal["auto", "plain", "host", "small", "least", "4bit"]
     recompute: bool | None
     compiled: bool
     save_dtype: Literal["bfloat16", "float16", "float32"]

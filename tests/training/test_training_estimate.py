@@ -267,7 +267,7 @@ def test_weights_that_no_gpu_can_load_do_not_fit(tmp_path):
 def test_an_8b_model_at_128k_fits_one_gpu(tmp_path):
     """With weights, gradients and state in 8 bytes a parameter, or with what can wait in host memory."""
     llama = shape(LLAMA3, tmp_path)
-    results = {level: estimate(llama, long_rows(), gpus=1, gpu="h200", memory=level) for level in LEVELS}
+    results = {level: estimate(llama, long_rows(), gpus=1, gpu="h200", memory=level) for level in list(LEVELS)[:4]}
     assert [level for level, result in results.items() if result["fits"]] == ["host", "small", "least"]
     for level, size in {"plain": 16, "host": 8, "small": 8 + 2 * 4 / BLOCK, "least": 4}.items():
         memory = results[level]["memory_gib"]
@@ -278,17 +278,18 @@ def test_an_8b_model_at_128k_fits_one_gpu(tmp_path):
     assert results["plain"]["host_memory_gib"] == 0
 
 
-@pytest.mark.parametrize("lora", [None, 4])
-@pytest.mark.parametrize("memory", ["plain", "host", "small", "least"])
+@pytest.mark.parametrize(
+    ("memory", "lora"), [(memory, lora) for memory in LEVELS for lora in (None, 4) if lora or memory != "4bit"]
+)
 def test_bytes_are_those_of_a_real_step(tmp_path, lora, memory):
     """Weights, gradients and the optimizer's state, on the GPU and beside it, after a step of a real model."""
     level = LEVELS[memory]
     model = family_model("llama").to(torch.bfloat16 if level.compact else torch.float32)
     if lora:
         add_lora(model, lora)
-        if level.four_bit:
-            freeze_in_four_bits(model)
-    config = TrainConfig(memory=memory).resolved()
+    if level.four_bit:
+        freeze_in_four_bits(model)
+    config = TrainConfig(memory=memory, lora=lora).resolved()
     optimizer = make_optimizer(model, config)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None

@@ -280,8 +280,6 @@ def plain_run(request, sample, tmp_path_factory):
 def test_a_run_learns_what_the_plain_one_does(sample, plain_run, tmp_path, memory):
     """What differs is rounding, less than what was learned."""
     lora, folder = plain_run
-    if lora and memory == "least":
-        return  # four bits: below
     before = weights_of(sample.model)
     plain = weights_of(folder / "model")
     ours = weights_of(sample.run(tmp_path / "ours", memory=memory, lora=lora, **RUN))
@@ -309,9 +307,11 @@ def test_auto_is_plain_on_a_cpu_and_goes_on_with_what_has_begun(sample, tmp_path
     assert_same(small, weights_of(sample.run(tmp_path / "small")))
 
 
-def test_recomputing_cannot_be_left_out_where_layers_keep_nothing(sample, tmp_path):
+def test_levels_that_a_run_cannot_have(sample, tmp_path):
     with pytest.raises(LongRopeError, match="memory small needs recompute"):
         sample.run(tmp_path / "run", memory="small", recompute=False)
+    with pytest.raises(LongRopeError, match="memory 4bit is for lora"):
+        sample.run(tmp_path / "run", memory="4bit")
 
 
 @pytest.mark.parametrize(
@@ -332,8 +332,10 @@ def test_auto_takes_the_cheapest_level_that_fits_the_gpu(tmp_path, monkeypatch, 
     assert ("nothing fits" in said) == (gpu_gib == 24)
 
 
-@pytest.mark.parametrize("memory", ["least", pytest.param("small", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("lora", [None, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("memory", "lora"),
+    [("least", None)] + [pytest.param(*case, marks=pytest.mark.slow) for case in (("small", None), ("4bit", 4))],
+)
 def test_killed_it_ends_with_the_same_bytes(sample, tmp_path, capsys, monkeypatch, memory, lora):
     monkeypatch.undo()  # the process that is killed cuts nothing
     options = {"steps": 10, "save_every": 2, "memory": memory} | ({"lora": lora} if lora else {})
@@ -386,7 +388,7 @@ def test_a_layer_in_four_bits_is_the_layer_of_its_rounded_weights():
 
 def test_lora_on_four_bits_ends_merged_into_the_rounded_weights(sample, tmp_path):
     before = weights_of(sample.model)
-    after = weights_of(sample.run(tmp_path / "run", lora=4, memory="least", learning_rate=1e-3))
+    after = weights_of(sample.run(tmp_path / "run", lora=4, memory="4bit", learning_rate=1e-3))
     settings = json.loads((tmp_path / "run" / "run.json").read_text())
     assert settings["identity"][PRECISION] == "4 bits"
     for name, tensor in before.items():
@@ -426,7 +428,8 @@ def losses_here(folder, kind, here=ALONE):
         add_lora(model, 4)
     if kind == "four bits":
         four_bit.freeze_in_four_bits(model)
-    config = replace(CONFIG, memory="small" if kind == "lora" else "least").resolved()
+    levels = {"lora": "small", "four bits": "4bit"}
+    config = replace(CONFIG, memory=levels.get(kind, kind), lora=None if kind == "least" else 4).resolved()
     return [r.loss for r in train_loop(model, make_factors(model), row, config, folder, here)]
 
 

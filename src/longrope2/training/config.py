@@ -11,7 +11,7 @@ from longrope2.options import Length, broken_limits, build, option, wrong_types
 LongRowMask = Literal["full", "document"]
 Also = Literal["norms", "embeddings"]
 Positions = Literal["row", "pose", "random"]
-MemoryLevel = Literal["plain", "host", "small", "least"]
+MemoryLevel = Literal["plain", "host", "small", "least", "4bit"]
 Memory = Literal["auto", MemoryLevel]
 BATCH_ROWS = 64
 LARGEST_WARMUP = 10
@@ -30,14 +30,15 @@ class Level:
     keeps_attention: bool = True
     """Where layers are computed again, attention is not."""
     four_bit: bool = False
-    """With LoRA: the frozen weights of linear layers in 4 bits."""
+    """For LoRA: the frozen weights of linear layers in 4 bits."""
 
 
 LEVELS: Mapping[MemoryLevel, Level] = {
     "plain": Level(),
     "host": Level(states_in_host=True, frugal=True),
     "small": Level(compact=True, frugal=True),
-    "least": Level(compact=True, states_in_host=True, frugal=True, keeps_attention=False, four_bit=True),
+    "least": Level(compact=True, states_in_host=True, frugal=True, keeps_attention=False),
+    "4bit": Level(compact=True, states_in_host=True, frugal=True, keeps_attention=False, four_bit=True),
 }
 """From the cheapest to what fits most."""
 
@@ -97,7 +98,7 @@ class TrainConfig(UpdateConfig):
     memory: Memory = option(
         "auto",
         "plain: all on the GPU in float32; host: states and layer inputs in host memory; small: bfloat16 weights, "
-        "8-bit moments; least: both; auto: the first that fits.",
+        "8-bit moments; least: both; 4bit: and frozen weights of LoRA in 4 bits; auto: the first that fits.",
         elastic=True,
     )
     recompute: bool | None = option(None, "Compute layers twice to save memory; default: on GPUs.", elastic=True)
@@ -123,6 +124,8 @@ class TrainConfig(UpdateConfig):
             found.append(f"positions {self.positions} need window single: short rows would keep the original RoPE")
         if self.recompute is False and self.level.frugal:
             found.append(f"memory {self.memory} needs recompute: layers keep no more than their input")
+        if self.lora is None and self.level.four_bit:
+            found.append(f"memory {self.memory} is for lora: weights of 4 bits cannot learn")
         return found
 
     @property
@@ -132,7 +135,7 @@ class TrainConfig(UpdateConfig):
 
     def precision(self, level: Level) -> str:
         """In what weights are held: a run keeps to it."""
-        if self.lora is not None and level.four_bit:
+        if level.four_bit:
             return "4 bits"
         return "bfloat16" if level.compact else "float32"
 

@@ -286,7 +286,8 @@ def estimate_run(
     if not result["fits"]:
         smaller = None if config.lora else shape_of(skeleton(info), info, lora=SOME_LORA)
         shortest = info.rope.original_length + 1
-        result["would_fit"] = list(_fitting(shape, work, options, levels, smaller, shortest=shortest))
+        others = possible_levels(replace(config, memory="auto"))
+        result["would_fit"] = list(_fitting(shape, work, options, levels, others, smaller, shortest=shortest))
     return result
 
 
@@ -294,7 +295,7 @@ def possible_levels(config: TrainConfig) -> list[MemoryLevel]:
     """What `--memory` leaves to choose from, the cheapest first."""
     if config.memory != "auto":
         return [config.memory]
-    return [name for name, level in LEVELS.items() if config.recompute is not False or not level.frugal]
+    return [name for name in LEVELS if not replace(config, memory=name).problems()]
 
 
 def _first_that_fits(
@@ -310,11 +311,12 @@ def _fitting(
     work: Work,
     options: Mapping[str, Any],
     levels: Sequence[MemoryLevel],
+    others: Sequence[MemoryLevel],
     smaller: ModelShape | None,
     *,
     shortest: int,
 ) -> Iterator[str]:
-    """Changes of which each alone makes a run fit."""
+    """Changes of which each alone makes a run fit; `others` are the levels of memory that could be asked for."""
 
     def fits(
         shape: ModelShape = shape, work: Work = work, *, levels: Sequence[MemoryLevel] = levels, **changes: Any
@@ -323,7 +325,7 @@ def _fitting(
 
     if not options["recompute"] and fits(recompute=True):
         yield "--recompute"
-    elif options["recompute"] and (enough := [level for level in LEVELS if fits(levels=[level])]):
+    elif enough := [level for level in others if fits(levels=[level])]:
         yield f"--memory {enough[0]}"
     if smaller is not None and fits(smaller):
         yield f"--lora {SOME_LORA}"

@@ -477,8 +477,8 @@ def _trained(run: TrainingRun, output: Path, here: World, reporter: StepReporter
     if config.lora is not None:
         torch.manual_seed(config.seed)
         add_lora(model, config.lora, config.also)
-        if config.level.four_bit:
-            freeze_in_four_bits(model)
+    if config.level.four_bit:
+        freeze_in_four_bits(model)
     freeze(model, config.freeze)
     train_loop(model, run.factors, rows, config, output, here, kind_of=rows.kind, name_row=rows.name, **hooks)
     return model
