@@ -8,6 +8,7 @@ import sys
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from longrope2.models import causal_lm, empty_model
 from longrope2.needles import Needle, NeedleDocument
 from longrope2.perplexity import scoring
 from longrope2.rotary import _frequencies, _rotary_places, rescaled
+from longrope2.training.estimate import shape_of
 from longrope2.training.mixed import Batch, mixed_window
 
 WINDOW, TARGET = 32, 128
@@ -231,8 +233,15 @@ def check_search(config: Any) -> None:
 
 
 def check_training(config: Any) -> None:
-    """A short row of two documents and a long row, in one batch, are what each is alone; a step has gradients."""
+    """A short row of two documents and a long row, in one batch, are what each is alone; a step has gradients.
+
+    And the estimate knows the model's shape.
+    """
     model, factors = tiny_model(config), tiny_factors(config)
+    for rank in (None, 4):
+        shape = shape_of(model, SimpleNamespace(reading=read_config(config.to_dict())), lora=rank)
+        assert 0 < shape.trained_at_once < shape.trained
+        assert min(shape.matrices, shape.inner) > 0
     short, long = tokens_of(48, 7), tokens_of(48, 8)
     labels = torch.cat((short, long)).roll(-1, dims=1)
     labels[:, -1] = labels[0, 17] = IGNORED_LABEL

@@ -107,7 +107,8 @@ def shape_of(
 ) -> ModelShape:
     """The shape of a model, live or on the meta device, before anything is added to it."""
     config = model.config.get_text_config()
-    layers = [_count(layer) for layer in decoder_layers(model)]
+    stack = decoder_layers(model)
+    layers = [_count(layer) for layer in stack]
     total = _count(model)
     frozen = matching(model, freeze)
     learns = learning_beside(model, also) if lora else {name for name, _ in model.named_parameters()} - frozen
@@ -116,9 +117,9 @@ def shape_of(
         found = linear_layers(model).items()
         learning.update({name: lora * (layer.in_features + layer.out_features) for name, layer in found})
     parts: Counter[str] = Counter()
-    stack = next(name for name, module in model.named_modules() if module is model.base_model.layers)
+    prefix = next(name for name, module in model.named_modules() if module is stack[0]).removesuffix("0")
     for name, count in learning.items():
-        inside = name.removeprefix(f"{stack}.")
+        inside = name.removeprefix(prefix)
         parts["" if inside == name else inside.partition(".")[0]] += count
     reading = info.reading
     windows = tuple(reading.sliding_window if kind == SLIDING_ATTENTION else None for kind in reading.layer_types)
@@ -131,7 +132,7 @@ def shape_of(
         outside=total - sum(layers),
         windows=windows,
         hidden=config.hidden_size,
-        inner=_inner(config),
+        inner=_inner(config, stack[-1]),
         heads=config.num_attention_heads,
         kv_heads=num_kv_heads(config),
         head_dim=head_dim(config),
@@ -150,17 +151,25 @@ def _matrices(model: Any, config: Any) -> int:
     named = dict(model.named_parameters())
     flat = sum(p.numel() for name, p in named.items() if p.ndim == 2 and is_matrix(name, p))
     matrices = flat - (0 if tied else embedding.numel())
-    # Experts lie in one tensor, [experts, rows, columns].
-    experts = [p for p in named.values() if p.ndim == 3]
-    return matrices + sum(p.numel() // len(p) * config.num_experts_per_tok for p in experts)
+    # Experts lie in one tensor, [experts, rows, columns]; a convolution of each channel has one row.
+    chosen = _experts_of_token(config)
+    tensors = [p for p in named.values() if p.ndim == 3]
+    return matrices + sum(p.numel() if p.shape[1] == 1 else p.numel() // len(p) * max(chosen, 1) for p in tensors)
 
 
-def _inner(config: Any) -> int:
-    """The widest MLP a token goes through."""
-    if hasattr(config, "num_experts_per_tok"):
-        width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
-        return int(width * config.num_experts_per_tok)
-    return int(config.intermediate_size)
+def _experts_of_token(config: Any) -> int:
+    names = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "moe_top_k")
+    return next((int(count) for name in names if (count := getattr(config, name, None))), 0)
+
+
+def _inner(config: Any, layer: nn.Module) -> int:
+    """The widest MLP a token goes through; where a config does not say it in one number, the widest matrix."""
+    chosen, width = _experts_of_token(config), getattr(config, "intermediate_size", None)
+    if chosen:
+        width = getattr(config, "moe_intermediate_size", None) or width
+    if not isinstance(width, int):
+        return max(max(p.shape) for p in layer.parameters() if p.ndim == 2)
+    return width * max(chosen, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
