@@ -17,6 +17,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from longrope2.data.loader import IGNORED_LABEL
 from longrope2.errors import LongRopeError
+from longrope2.evaluation.backend import TorchBackend
+from longrope2.evaluation.suite import TextSpan
 from longrope2.export.engines import MLX, TRANSFORMERS, VLLM
 from longrope2.export.gguf import WRITTEN_AS
 from longrope2.export.huggingface import serving_config
@@ -232,8 +234,22 @@ def check_search(config: Any) -> None:
         require(off(found, -right[first:].sum()), f"the {objective} score of a search")
 
 
+def check_evaluation(config: Any) -> None:
+    """The loss of every token, on both sides of the switch, is that of all logits of the model's own attention."""
+    plain, factors = tiny_model(config), tiny_factors(config)
+    rows = [tokens_of(24, 3), tokens_of(60, 4)]
+    right = torch.cat(
+        [-oracle(plain, factors, row, long=row.shape[1] > WINDOW)[0, :-1].log_softmax(-1).gather(1, row[0, 1:, None])
+         for row in rows]
+    )[:, 0]  # fmt: skip
+    model = switching(tiny_model(config), factors)
+    backend = TorchBackend(model, SimpleNamespace(eos_token_id=None), window=factors.target_length)
+    found = backend.losses([TextSpan(token_ids=row[0].tolist(), start=1) for row in rows])
+    require(off(torch.tensor([*found[0], *found[1]]), right), "the loss of tokens in an evaluation")
+
+
 def check_training(config: Any) -> None:
-    """A short row of two documents and a long row, in one batch, are what each is alone; a step has gradients.
+    """A short row of two documents and a long row, in one batch, are what each is alone, also in their gradients.
 
     And the estimate knows the model's shape.
     """
@@ -259,11 +275,20 @@ def check_training(config: Any) -> None:
             require(off(mixed.logits(batch), right), "rows of a training batch")
         loss = mixed(batch)
         loss.backward()
-    expected = torch.nn.functional.cross_entropy(
-        right.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=IGNORED_LABEL
+        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        model.zero_grad()
+        sum_of(mixed.logits(batch), labels).backward()
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None and parameter.grad.any():
+            require(off(found[name], parameter.grad), f"the gradient of {name}")
+    require(off(loss.detach(), sum_of(right, labels)), "the loss of a training batch")
+
+
+def sum_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The loss of all positions."""
+    return torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=IGNORED_LABEL
     )
-    require(off(loss.detach(), expected), "the loss of a training batch")
-    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None), "gradients"
 
 
 def check_switch(config: Any) -> None:
@@ -366,6 +391,7 @@ def judge(model_type: str) -> Verdict:
             return Verdict(REFUSED, "parts of larger models, whose language model can be saved alone (see above)")
         check_rows(config)
         check_search(config)
+        check_evaluation(config)
         check_training(config)
     except LongRopeError as error:
         return Verdict(REFUSED, error.message.partition(": ")[2])

@@ -259,6 +259,11 @@ def causal_lm(config: Any) -> Any:
     return other
 
 
+def body(model: Any) -> Any:
+    """A live model without its head; a few families call it otherwise than their class says."""
+    return model.model if model.base_model is model else model.base_model
+
+
 def decoder_layers(model: Any) -> list[Any]:
     """The layers of a live model; a few families have another name for them than `layers`."""
     lists = [module for module in model.modules() if type(module).__name__ == "ModuleList" and len(module)]

@@ -18,6 +18,7 @@ from longrope2.attention import TrailingQueries, our_attention
 from longrope2.factors import RescaleFactors
 from longrope2.families import attends_simply
 from longrope2.intervals import LARGEST_NLL
+from longrope2.models import body
 from longrope2.needles import NeedleDocument, PlainDocument
 from longrope2.pieces import mlp_in_pieces
 from longrope2.rotary import RescaledRotary, is_long, rescaled
@@ -94,10 +95,7 @@ class Scorer:
         return tokens
 
     def _plain(self, tokens: Tensor) -> Score:
-        if not self._simply:
-            return score_tokens(self._model(input_ids=tokens[None, :-1], use_cache=False).logits[0], tokens[1:])
-        base = self._model.base_model
-        hidden = base(input_ids=tokens[None, :-1], use_cache=False).last_hidden_state
+        hidden = body(self._model)(input_ids=tokens[None, :-1], use_cache=False).last_hidden_state
         pieces = []
         for begin in range(0, hidden.shape[1], LOGIT_ROWS):
             piece = hidden[:, begin : begin + LOGIT_ROWS]
@@ -157,8 +155,9 @@ def head_logits(model: Any, hidden: Any) -> Tensor:
     """Logits of given hidden states through the model's own head, with whatever scaling it applies."""
     from transformers.modeling_outputs import MoeModelOutputWithPast  # a superset of the plain output
 
-    base = model.base_model
-    base.forward = lambda *_, **__: MoeModelOutputWithPast(last_hidden_state=hidden)
+    base, given = body(model), MoeModelOutputWithPast(last_hidden_state=hidden)
+    given.shared_kv_states = None  # what Gemma 4 hands on beside
+    base.forward = lambda *_, **__: given
     try:
         return model(inputs_embeds=hidden, use_cache=False).logits
     finally:

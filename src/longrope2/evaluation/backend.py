@@ -20,7 +20,7 @@ from longrope2.families import attends_simply
 from longrope2.generation.saved import carries_factors
 from longrope2.generation.strategies import Switch
 from longrope2.generation.switch import load as load_switching
-from longrope2.models import ModelInfo, cached_values, pretrained_source
+from longrope2.models import ModelInfo, body, cached_values, pretrained_source
 from longrope2.perplexity import LOGIT_ROWS, Score, head_logits, score_tokens, total
 from longrope2.serving.settings import settings_of
 
@@ -83,7 +83,7 @@ class TorchBackend:
     def _pieces(self, spans: Sequence[TextSpan], measure: Callable[[Tensor, Tensor], Piece]) -> list[list[Piece]]:
         """What `measure` makes of logits and tokens, for each span piece by piece."""
         if not attends_simply(self.model.config):
-            return [[measure(*self._alone(span))] for span in spans]
+            return [[measure(*piece) for piece in self._logits(self._alone(span), span)] for span in spans]
         # The last token is only predicted, never run. So answers of one token to the same question share a row.
         inputs = [tuple(span.token_ids[:-1]) for span in spans]
         rows = {tokens: row for row, tokens in enumerate(dict.fromkeys(inputs))}
@@ -97,13 +97,13 @@ class TorchBackend:
                 for key, span in zip(inputs, spans, strict=True)
             ]
 
-    def _alone(self, span: TextSpan) -> tuple[Tensor, Tensor]:
-        """All logits of a span, and its tokens, from a plain forward of the model."""
-        tokens = torch.tensor(span.token_ids, device=self.model.device)
-        places = torch.tensor(span.places, device=self.model.device)
-        with torch.no_grad(), self._out_of_memory("scoring", len(tokens)):
-            logits = self.model(input_ids=tokens[None, :-1], use_cache=False).logits[0]
-        return logits[places - 1], tokens[places]
+    def _alone(self, span: TextSpan) -> Tensor:
+        """The hidden states of a span by itself, with the model's own attention."""
+        ids = torch.tensor([span.token_ids[:-1]], device=self.model.device)
+        with torch.no_grad(), self._out_of_memory("scoring", ids.shape[1]):
+            self._choose([ids.shape[1]])
+            hidden: Tensor = body(self.model)(input_ids=ids, use_cache=False).last_hidden_state[0]
+        return hidden
 
     def _logits(self, hidden: Tensor, span: TextSpan) -> Iterator[tuple[Tensor, Tensor]]:
         """Logits of some tokens of a span, and these tokens, until all had their turn."""
@@ -111,7 +111,9 @@ class TorchBackend:
         places = torch.tensor(span.places, device=hidden.device)
         for some in places.split(LOGIT_ROWS):
             # The state that predicts a token stands one position before it.
-            yield head_logits(self.model, hidden[None, some - 1])[0], tokens[some]
+            with torch.no_grad():
+                logits = head_logits(self.model, hidden[None, some - 1])[0]
+            yield logits, tokens[some]
 
     def _decode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         lengths = [len(prompt.token_ids) for prompt in prompts]

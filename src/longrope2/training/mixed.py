@@ -23,7 +23,7 @@ from longrope2.attention import documents, our_attention
 from longrope2.data.loader import IGNORED_LABEL
 from longrope2.factors import RescaleFactors
 from longrope2.families import attends_simply
-from longrope2.models import decoder_layers
+from longrope2.models import body, decoder_layers
 from longrope2.perplexity import LOGIT_ROWS, compiled_layer, head_logits
 from longrope2.pieces import mlp_in_pieces
 from longrope2.rotary import RescaledRotary, rescaled
@@ -89,40 +89,37 @@ class MixedWindowModel(nn.Module):
 
     def logits(self, batch: Batch) -> Tensor:
         """All logits [B, S, V]: for tests and short rows."""
-        if not self.simply:
-            return torch.stack([torch.cat([piece for piece, _ in row]) for row in self._alone(batch)])
-        return self.model(input_ids=batch.tokens, position_ids=batch.positions, use_cache=False).logits
+        found = [output.logits.flatten(0, 1) for output in self._outputs(self.model, batch)]
+        return torch.cat(found).view(*batch.tokens.shape, -1)
 
-    def _alone(self, batch: Batch) -> Iterator[list[tuple[Tensor, Tensor]]]:
-        """For each row the logits and labels of its documents: states of a hybrid layer would run across them."""
+    def _outputs(self, model: Any, batch: Batch) -> Iterator[Any]:
+        """Of all rows at once, or document by document: states of a hybrid layer would run across documents."""
+        if self.simply:
+            yield model(input_ids=batch.tokens, position_ids=batch.positions, use_cache=False)
+            return
         for row, ends in enumerate(batch.boundaries):
             self._steering[0].long_rows = batch.long_rows[row : row + 1]
-            yield [
-                (
-                    self.model(
-                        input_ids=batch.tokens[row : row + 1, start:end],
-                        position_ids=batch.positions[row : row + 1, start:end],
-                        use_cache=False,
-                    ).logits[0],
-                    batch.labels[row, start:end],
-                )
-                for start, end in pairwise(ends)
-            ]
+            for start, end in pairwise(ends):
+                part = slice(row, row + 1), slice(start, end)
+                yield model(input_ids=batch.tokens[part], position_ids=batch.positions[part], use_cache=False)
 
     def forward(self, batch: Batch) -> Tensor:
         """The sum of the loss over the batch's labels, never holding more than a piece of the logits."""
-        if not self.simply:
-            pieces = [self._loss(*piece) for row in self._alone(batch) for piece in row]
-            return torch.stack(pieces).sum()
-        base = self.model.base_model
-        hidden = base(input_ids=batch.tokens, position_ids=batch.positions, use_cache=False).last_hidden_state
+        hidden = [output.last_hidden_state.flatten(0, 1) for output in self._outputs(body(self.model), batch)]
         return loss_in_pieces(
             lambda piece: head_logits(self.model, piece[None])[0],
-            hidden.flatten(0, 1),
+            torch.cat(hidden) if len(hidden) > 1 else hidden[0],
             batch.labels.flatten(),
-            list(self.model.get_output_embeddings().parameters()),
+            head_parameters(self.model),
             loss=self._loss,
         )
+
+
+def head_parameters(model: Any) -> list[Tensor]:
+    """What makes logits of hidden states: the output embedding, which may be tied, and what few have beside."""
+    inside = set(map(id, body(model).parameters()))
+    beside = (parameter for parameter in model.parameters() if id(parameter) not in inside)
+    return list(dict.fromkeys([*model.get_output_embeddings().parameters(), *beside]))
 
 
 @contextmanager
