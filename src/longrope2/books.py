@@ -20,6 +20,7 @@ from longrope2.records import Kind, parse
 KINDS = "a folder of .txt files, a .txt, .jsonl, .jsonl.gz or .parquet file, or a hub dataset as owner/name:split"
 FILE_SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
 MOST_TEXT_BYTES = 1 << 30
+JSON_LINES = "a .jsonl file holds one JSON object per line"
 TITLE_COLUMNS = ("title", "short_book_title", "name")
 HUB_ID = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<split>\w[\w.-]*))?", re.ASCII)
 
@@ -162,17 +163,30 @@ def _read_package(held_out: bool | None) -> Iterator[Book]:
 
 def _read_text_file(path: Path) -> Book:
     try:
-        if (size := path.stat().st_size) > MOST_TEXT_BYTES:
-            raise DataError(f"{path}: {size:,} bytes are too many for one text", hint="split it into several files")
-        text = _decode(path.read_bytes(), str(path))
+        check_text_size(path.stat().st_size, str(path))
+        data = path.read_bytes()
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})", hint="check its permissions") from error
-    return _book(path.stem, text.replace("\r\n", "\n").replace("\r", "\n"), str(path))
+    return book_of_text(data, path.stem, str(path))
 
 
-def read_jsonl(
-    path: Path, kind: type[Kind], *, hint: str = "a .jsonl file holds one JSON object per line"
-) -> Iterator[tuple[str, Kind]]:
+def check_text_size(size: int, where: str) -> None:
+    """Refuse a text file that would fill the memory."""
+    if size > MOST_TEXT_BYTES:
+        raise DataError(f"{where}: {size:,} bytes are too many for one text", hint="split it into several files")
+
+
+def book_of_text(data: bytes, title: str, where: str) -> Book:
+    """The book that a text file holds."""
+    return _book(title, _decode(data, where).replace("\r\n", "\n").replace("\r", "\n"), where)
+
+
+def parse_line(line: bytes, kind: type[Kind], where: str, *, hint: str = JSON_LINES) -> Kind:
+    """The object in a line of JSON; an error says where the line stands."""
+    return parse(kind, _decode(line, where).encode(), where, hint=hint)
+
+
+def read_jsonl(path: Path, kind: type[Kind], *, hint: str = JSON_LINES) -> Iterator[tuple[str, Kind]]:
     """(its place, the object) of every line of a .jsonl or .jsonl.gz file; an error names the line."""
     opener: Any = gzip.open if path.suffix.lower() == ".gz" else open
     try:
@@ -181,7 +195,7 @@ def read_jsonl(
             for number, line in enumerate(bounded_lines(lines), start=1):
                 if line.strip():
                     where = f"{path}, line {number}"
-                    yield where, parse(kind, _decode(line, where).encode(), where, hint=hint)
+                    yield where, parse_line(line, kind, where, hint=hint)
     except (OSError, EOFError, ValueError, zlib.error) as error:
         raise DataError(f"{path}: cannot be read ({error})", hint="check that the file is whole") from error
 
@@ -193,7 +207,7 @@ def _read_parquet(path: Path, text_column: str) -> Iterator[tuple[str, Row]]:
         with parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
             if text_column not in names:
-                raise _no_column(text_column, names, str(path))
+                raise no_column(text_column, names, str(path))
             columns = [name for name in names if name == text_column or name in TITLE_COLUMNS]
             # Whole row groups can be gigabytes of text; a few books at a time suffice.
             batches = file.iter_batches(batch_size=8, columns=columns)
@@ -223,18 +237,23 @@ def _from_rows(rows: Iterable[tuple[str, Row]], text_column: str, source: str) -
     empty = True
     for where, row in rows:
         empty = False
-        if text_column not in row:
-            raise _no_column(text_column, row, where)
-        text = row[text_column]
-        if not isinstance(text, str):
-            raise DataError(
-                f"{where}: column '{text_column}' holds a {type(text).__name__}, a string expected",
-                hint=_rename(text_column),
-            )
-        title = next((str(row[column]) for column in TITLE_COLUMNS if row.get(column)), where)
-        yield _book(title, text, where)
+        yield book_of_row(row, text_column, where)
     if empty:
         raise DataError(f"{source}: no rows", hint=f"give {KINDS}")
+
+
+def book_of_row(row: Row, text_column: str, where: str) -> Book:
+    """The book in a row of a table, whose text stands in `text_column`."""
+    if text_column not in row:
+        raise no_column(text_column, row, where)
+    text = row[text_column]
+    if not isinstance(text, str):
+        raise DataError(
+            f"{where}: column '{text_column}' holds a {type(text).__name__}, a string expected",
+            hint=_rename(text_column),
+        )
+    title = next((str(row[column]) for column in TITLE_COLUMNS if row.get(column)), where)
+    return _book(title, text, where)
 
 
 def _book(title: str, text: str, source: str) -> Book:
@@ -254,7 +273,8 @@ def _decode(data: bytes, where: str) -> str:
         ) from error
 
 
-def _no_column(text_column: str, columns: Iterable[str], where: str) -> DataError:
+def no_column(text_column: str, columns: Iterable[str], where: str) -> DataError:
+    """The error for a table that has no such column."""
     return DataError(
         f"{where}: no column '{text_column}', only {', '.join(columns) or 'none at all'}",
         hint=_rename(text_column),

@@ -39,7 +39,7 @@ from longrope2.command_options import (
     wandb_option,
 )
 from longrope2.console import alarm, say, show_json, show_table, warn
-from longrope2.data.config import Mix, RecallConfig
+from longrope2.data.config import Mix, RecallConfig, TokeniseConfig
 from longrope2.distributed import is_main_process, wait_to_speak, world
 from longrope2.errors import LongRopeError
 from longrope2.evaluation.config import EvaluationConfig, evaluation_config
@@ -275,6 +275,34 @@ def calibrate(model: str, factors: Path | None, output: Path | None, as_json: bo
 @cli.group(cls=InOrder)
 def data() -> None:
     """Prepare documents for training."""
+
+
+@data.command()
+@argument("sources", nargs=-1, required=True, metavar="[NAME=]SOURCE...")
+@option("--model", required=True, type=NAME, help="Model whose tokenizer is used.")
+@option("-o", "--output", required=True, type=NAME, metavar="DATASET", help="Folder to write, here or in a store.")
+@options_of(TokeniseConfig)
+@option("--dry-run", is_flag=True, help="Only sample the sources, and forecast tokens, hours and gigabytes.")
+@json_option
+def tokenise(sources: tuple[str, ...], model: str, output: str, dry_run: bool, as_json: bool, **options: Any) -> None:
+    """Tokenise documents into shards, on all cores or on a cluster.
+
+    SOURCE is a .txt, .jsonl (also .gz, .zst) or .parquet file, a folder of them, a pattern with *, or a hub dataset as
+    owner/name:split; s3://, gs:// and hf:// are read, too. `data plan` takes DATASET, or DATASET:NAME, as a source.
+
+    Run the same command again after an interruption, and it makes the shards that are missing.
+    """
+    with _resumable():
+        from longrope2.data.tokenise import forecast_dataset, forecast_line, summary, summary_tables, tokenise_sources
+
+        config = build(TokeniseConfig, "tokenising", options)
+        if dry_run:
+            forecast = forecast_dataset(model, sources, config)
+            tables = summary_tables(forecast.sources)
+            _show(forecast, *tables, lines=[forecast_line(forecast)], as_json=as_json)
+            return
+        record = tokenise_sources(model, sources, output, config)
+        _show(record, *summary_tables(summary(record)), as_json=as_json)
 
 
 @data.command()

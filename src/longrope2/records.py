@@ -319,6 +319,61 @@ class CorpusRecord(Record):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LengthCount:
+    """The documents of a shard, or of a source, in a range of lengths."""
+
+    up_to: int | None
+    """Most tokens of such a document, BOS and EOS included; None: those longer than every other range."""
+    documents: int = 0
+    tokens: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShardRecord(Record):
+    """NUMBER.json: written beside the Arrow file of a shard and its lengths once both are complete."""
+
+    FORMAT: ClassVar[str] = "longrope2-shard"
+
+    shard: str
+    """The name of the files, without the suffix."""
+    source: str
+    first: str
+    last: str
+    """The first and the last input file."""
+    input_bytes: int
+    documents: int
+    tokens: int
+    bytes: int
+    digest: str
+    lengths_digest: str
+    lengths: tuple[LengthCount, ...]
+    left_out: int
+    """Documents that sampling or their length has left out."""
+    damaged: tuple[str, ...]
+    """Files and lines that could not be read, each with the reason."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DatasetRecord(Record):
+    """dataset.json: what a dataset is made of; without shards until all of them are complete."""
+
+    FORMAT: ClassVar[str] = "longrope2-dataset"
+
+    tokenizer: str
+    """A fingerprint of it."""
+    config: dict[str, Any]
+    sources: dict[str, dict[str, Any]]
+    """Of each source, by name: files, bytes and a digest of their names, sizes and versions."""
+    versions: dict[str, str]
+    shards: tuple[ShardRecord, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """By which a plan knows the tokens, wherever they lie."""
+        return checksum([self.tokenizer, [[shard.digest, shard.lengths_digest] for shard in self.shards]])[5:]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StepLine:
     """A line of log.jsonl: a step. A kind of row that the step had none of has no loss."""
 

@@ -1,4 +1,4 @@
-"""The options of `data plan` and `data recall`: sources, buckets, rows, and recall documents."""
+"""The options of `data tokenise`, `data plan` and `data recall`: sources, lengths, buckets, rows, recall documents."""
 
 import re
 import tomllib
@@ -299,6 +299,61 @@ class Mix:
             named = "give each source a name of its own (name = …)"
             hint = named if problems == twice else "docs/data.md explains each key"
             raise DataError(all_problems("sources", problems), hint=hint)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """Which documents are kept: those of at most `up_to` tokens, and longer than the range before."""
+
+    up_to: Length
+    share: float
+
+
+def parse_kept(text: str) -> tuple[Kept, ...]:
+    """`8k:0.1,100k:0.5,200k:1`: the end of each range of lengths and the share of its documents to keep."""
+    found = []
+    for part in text.split(","):
+        end, _, share = part.partition(":")
+        try:
+            found.append(Kept(up_to=parse_length(end), share=float(share)))
+        except ValueError:
+            raise DataError(
+                f"{part.strip()!r} is not a range of lengths", hint="write LENGTH:SHARE,…, such as 8k:0.1,200k:1"
+            ) from None
+    return tuple(found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokeniseConfig:
+    """What decides the shards of a dataset, besides sources and tokenizer; and how they are made."""
+
+    text_column: str = option("text", "Column that holds the text, in .jsonl, .parquet and hub datasets.")
+    keep: tuple[Kept, ...] = option(
+        (),
+        "Share of documents to keep by their length in tokens, e.g. 8k:0.1,100k:0.5,200k:1. Longer ones are left out.",
+        usual="all",
+        metavar="LIST",
+        parse=parse_kept,
+    )
+    seed: int = option(0, "The same seed keeps the same documents.", least=0)
+    shard_size: float = option(256.0, "Text of a shard, in MB; its tokens take about as much.", metavar="MB", above=0)
+    damaged: Literal["refuse", "skip"] = option(
+        "refuse", "What to do with files and lines that cannot be read.", elastic=True
+    )
+    engine: Literal["local", "ray"] = option("local", "ray: on a Ray cluster; the shards are the same.", elastic=True)
+    workers: int | None = option(None, "Processes.", usual="one for each core", least=1, elastic=True)
+
+    def __post_init__(self) -> None:
+        problems = wrong_types(self) or broken_limits(self)
+        if not problems:
+            ends = [kept.up_to for kept in self.keep]
+            if ends != sorted(set(ends)):
+                problems.append(f"keep: lengths must rise, got {ends}")
+            problems += [
+                f"keep: {kept.share:g} is not a share from 0 to 1" for kept in self.keep if not 0 <= kept.share <= 1
+            ]
+        if problems:
+            raise DataError(all_problems("tokenising", problems), hint="see `longrope2 data tokenise --help`")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -58,9 +59,23 @@ def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
     return "sha256:" + hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
-def plain_encoder(tokenizer: "PreTrainedTokenizerBase") -> Callable[[Sequence[str]], list[list[int]]]:
+Encoder = Callable[[Sequence[str]], list[list[int]]]
+
+
+def plain_encoder(tokenizer: "PreTrainedTokenizerBase") -> Encoder:
     """A function from texts to their tokens, no special token among them, on as many threads as allowed."""
-    if not tokenizer.is_fast:
+    return encoder_of(encoder_state(tokenizer))
+
+
+def encoder_state(tokenizer: "PreTrainedTokenizerBase") -> "str | PreTrainedTokenizerBase":
+    """What another process needs to make the same tokens: of a fast tokenizer its JSON, which loads at once."""
+    return tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else tokenizer
+
+
+def encoder_of(state: "str | PreTrainedTokenizerBase") -> Encoder:
+    """The encoder of a tokenizer's state."""
+    if not isinstance(state, str):
+        tokenizer = state
 
         def encode_slowly(texts: Sequence[str]) -> list[list[int]]:
             options: dict[str, Any] = {"add_special_tokens": False, "split_special_tokens": True}
@@ -71,7 +86,7 @@ def plain_encoder(tokenizer: "PreTrainedTokenizerBase") -> Callable[[Sequence[st
     from tokenizers import Tokenizer
 
     # A copy, since these settings would otherwise stay behind on the caller's tokenizer.
-    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend = Tokenizer.from_str(state)
     backend.no_truncation()
     backend.no_padding()
     # A text that contains "<s>" means the three characters, not the special token.
@@ -103,6 +118,11 @@ class Corpus:
     def lengths(self) -> NDArray[np.int64]:
         """Tokens of each document, special tokens not counted."""
         return np.concatenate([np.diff(offsets) for _, offsets in self._batches]).astype(np.int64)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its file."""
+        return self.path.stat().st_size
 
     def tokens(self, document: int) -> NDArray[np.int32]:
         """The token ids of a document, without copying and without special tokens."""
@@ -212,25 +232,14 @@ def _write(source: Source, tokenizer: "PreTrainedTokenizerBase", key: str, cache
 
 def _write_arrow(source: Source, tokenizer: "PreTrainedTokenizerBase", path: Path) -> tuple[int, int]:
     """Tokenise a source into a file; returns how many documents and tokens it has."""
-    arrow = require("pyarrow", extra="train", purpose="a tokenised corpus")
     encode = plain_encoder(tokenizer)
-    schema = arrow.schema(
-        [("tokens", arrow.list_(arrow.int32())), ("title", arrow.string()), ("source", arrow.string())]
-    )
     documents = tokens = 0
     progress = _Progress(source)
-    with path.open("wb") as file, arrow.ipc.new_file(file, schema) as writer:
-        for books in _batched(read_documents(source)):
+    with writing_tokens(path) as write:
+        for books in batched(read_documents(source)):
             encoded = encode([book.text for book in books])
-            offsets = np.cumsum([0, *map(len, encoded)], dtype=np.int32)
-            values = np.concatenate([np.asarray(ids, dtype=np.int32) for ids in encoded])
-            columns = [
-                arrow.ListArray.from_arrays(arrow.array(offsets), arrow.array(values)),
-                arrow.array([book.title for book in books], arrow.string()),
-                arrow.array([book.source for book in books], arrow.string()),
-            ]
-            writer.write_batch(arrow.record_batch(columns, schema=schema))
-            documents, tokens = documents + len(books), tokens + len(values)
+            write(books, encoded)
+            documents, tokens = documents + len(books), tokens + sum(map(len, encoded))
             progress.update(books, documents, tokens)
     if tokens == 0:
         raise DataError(
@@ -241,6 +250,28 @@ def _write_arrow(source: Source, tokenizer: "PreTrainedTokenizerBase", path: Pat
     return documents, tokens
 
 
+@contextmanager
+def writing_tokens(path: Path) -> Iterator[Callable[[Sequence[Book], Sequence[Sequence[int]]], None]]:
+    """A function that adds some documents and their tokens to a new Arrow file, as one record batch."""
+    arrow = require("pyarrow", extra="train", purpose="a tokenised corpus")
+    schema = arrow.schema(
+        [("tokens", arrow.list_(arrow.int32())), ("title", arrow.string()), ("source", arrow.string())]
+    )
+
+    def write(books: Sequence[Book], encoded: Sequence[Sequence[int]]) -> None:
+        offsets = np.cumsum([0, *map(len, encoded)], dtype=np.int32)
+        values = np.concatenate([np.asarray(ids, dtype=np.int32) for ids in encoded])
+        columns = [
+            arrow.ListArray.from_arrays(arrow.array(offsets), arrow.array(values)),
+            arrow.array([book.title for book in books], arrow.string()),
+            arrow.array([book.source for book in books], arrow.string()),
+        ]
+        writer.write_batch(arrow.record_batch(columns, schema=schema))
+
+    with path.open("wb") as file, arrow.ipc.new_file(file, schema) as writer:
+        yield write
+
+
 def _view(array: Any) -> NDArray[np.int32]:
     """The numbers of an Arrow array where they lie; its own `to_numpy` imports pandas, and swallows a Ctrl-C then."""
     if not len(array):
@@ -248,7 +279,7 @@ def _view(array: Any) -> NDArray[np.int32]:
     return np.frombuffer(array.buffers()[1], dtype=np.int32, count=len(array), offset=4 * array.offset)
 
 
-def _batched(books: Iterator[Book]) -> Iterator[list[Book]]:
+def batched(books: Iterator[Book]) -> Iterator[list[Book]]:
     """Groups large enough to keep every thread busy and small enough for memory."""
     batch: list[Book] = []
     characters = 0

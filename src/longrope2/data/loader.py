@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from longrope2.data.corpus import Corpus, open_corpus
+from longrope2.data.corpus import Corpus
+from longrope2.data.dataset import reopen
 from longrope2.data.plan import Plan
 from longrope2.errors import DataError
 from longrope2.records import RowKind
@@ -53,7 +54,7 @@ class RowLoader:
     @classmethod
     def open(cls, plan: Plan, cache: Path | None = None) -> "RowLoader":
         """A loader that finds the tokenised sources of a plan in the cache."""
-        return cls(plan, [open_corpus(key, cache) for key in plan.corpus_keys])
+        return cls(plan, [reopen(key, cache) for key in plan.corpus_keys])
 
     def __len__(self) -> int:
         return len(self.plan)

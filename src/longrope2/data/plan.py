@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from longrope2.console import say, warn
 from longrope2.data.composition import composition
 from longrope2.data.config import Bucket, Mix, PlanConfig, Source, mix_of, read_mix
-from longrope2.data.corpus import Corpus, default_cache, document_marks, tokenise, tokenizer_fingerprint
+from longrope2.data.corpus import Corpus, default_cache, document_marks, tokenizer_fingerprint
+from longrope2.data.dataset import corpus_of
 from longrope2.data.packing import (
     DocumentSpan,
     Draw,
@@ -136,7 +137,7 @@ def write_plan(info: ModelInfo, mix: Mix, output: Path, cache: Path | None = Non
     tokenizer = load_tokenizer(info)
     marks = document_marks(tokenizer)
     cache = cache or default_cache()
-    corpora = [tokenise(source, tokenizer, cache) for source in mix.sources]
+    corpora = [corpus_of(source, tokenizer, cache) for source in mix.sources]
     plan = make_plan(mix, corpora, marks=marks, tokenizer=tokenizer_fingerprint(tokenizer))
     plan.save(output)
     for warning in plan.report.warnings:

@@ -23,7 +23,7 @@ def content_identity(source: Source) -> dict[str, Any]:
         return {"package": [entry.sha256 for entry in package_manifest() if not entry.held_out]}
     path = Path(source.path).expanduser()
     if not path.exists():
-        return {**_hub_identity(source.path), "text_column": source.text_column}
+        return {**hub_identity(source.path), "text_column": source.text_column}
     # The same choice that read_books makes, whose other complaints it is left to make.
     files = sorted(file for file in path.rglob("*") if file.suffix.lower() == ".txt") if path.is_dir() else [path]
     entries = []
@@ -57,7 +57,8 @@ def _is_package(source: Source) -> bool:
     return source.path == PACKAGE_BOOKS
 
 
-def _hub_identity(name: str) -> dict[str, Any]:
+def hub_identity(name: str) -> dict[str, Any]:
+    """The newest commit of a hub dataset."""
     from huggingface_hub import HfApi
 
     match = HUB_ID.fullmatch(name)

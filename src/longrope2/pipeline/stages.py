@@ -11,7 +11,7 @@ from typing import Any
 from longrope2 import ledger
 from longrope2.books import read_books
 from longrope2.data.config import PACKAGE_BOOKS, Mix, RecallConfig, Source
-from longrope2.data.corpus import open_corpus
+from longrope2.data.dataset import reopen
 from longrope2.data.plan import Plan, read_plan, write_plan
 from longrope2.data.recall import write_recall
 from longrope2.data.sources import read_documents
@@ -241,7 +241,7 @@ def _plan(setting: Setting, _: World) -> Plan:
 def plan_is_usable(setting: Setting, *, whole: bool) -> bool:
     """Whether the tokenised sources of the plan are still in the cache; `whole` also reads every byte of them."""
     try:
-        corpora = [open_corpus(key, setting.cache) for key in setting.plan.corpus_keys]
+        corpora = [reopen(key, setting.cache) for key in setting.plan.corpus_keys]
         return not whole or all(corpus.is_whole() for corpus in corpora)
     except LongRopeError:
         return False

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from longrope2.console import quiet, say, warn
-from longrope2.data.corpus import Corpus, open_corpus, tokenizer_fingerprint
+from longrope2.data.corpus import Corpus, tokenizer_fingerprint
+from longrope2.data.dataset import reopen
 from longrope2.data.loader import RowLoader
 from longrope2.data.plan import Plan, read_plan
 from longrope2.distributed import World
@@ -170,7 +171,7 @@ def prepare(
         factors = factors.long_everywhere()
     elif here.is_main:
         _warn_of_other_short_side(info, factors)
-    corpora = [open_corpus(key, cache) for key in plan.corpus_keys]
+    corpora = [reopen(key, cache) for key in plan.corpus_keys]
     if damage := here.gather_all(_damage(plan, corpora) if here.is_main else None)[0]:
         raise damage
     needles: list[NeedleDocument] = []
@@ -292,7 +293,7 @@ def rank_problems(config: TrainConfig, model_config: Any) -> list[str]:
 
 def _damage(plan: Plan, corpora: Sequence[Corpus]) -> LongRopeError | None:
     """What is wrong with the tokens of a plan: bytes that have changed, rows that cannot be built from them."""
-    size = sum(corpus.path.stat().st_size for corpus in corpora)
+    size = sum(corpus.num_bytes for corpus in corpora)
     if size > LARGE_BYTES:
         say(f"checking {size / 1e9:.0f} GB of tokens, about a second for each")
     try:
