@@ -329,10 +329,8 @@ class LengthCount:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ShardRecord(Record):
-    """NUMBER.json: written beside the Arrow file of a shard and its lengths once both are complete."""
-
-    FORMAT: ClassVar[str] = "longrope2-shard"
+class Shard:
+    """A shard of a dataset, and what it was made of."""
 
     shard: str
     """The name of the files, without the suffix."""
@@ -354,6 +352,13 @@ class ShardRecord(Record):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ShardRecord(Record, Shard):
+    """NUMBER.json: written beside the Arrow file of a shard and its lengths once both are complete."""
+
+    FORMAT: ClassVar[str] = "longrope2-shard"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DatasetRecord(Record):
     """dataset.json: what a dataset is made of; without shards until all of them are complete."""
 
@@ -365,7 +370,7 @@ class DatasetRecord(Record):
     sources: dict[str, dict[str, Any]]
     """Of each source, by name: files, bytes and a digest of their names, sizes and versions."""
     versions: dict[str, str]
-    shards: tuple[ShardRecord, ...] = ()
+    shards: tuple[Shard, ...] = ()
 
     @property
     def key(self) -> str:

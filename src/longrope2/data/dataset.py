@@ -1,4 +1,4 @@
-"""The shards that `data tokenise` has written, as one corpus; opened one by one, when a document of theirs is needed."""
+"""The shards that `data tokenise` has written, as one corpus; each is opened when a document of it is needed."""
 
 import re
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from longrope2.data.corpus import Corpus, default_cache, open_corpus, tokenise, 
 from longrope2.data.storage import URL, Folder
 from longrope2.errors import DataError
 from longrope2.files import atomic_path, file_digest, write_text
-from longrope2.records import DatasetRecord, ShardRecord
+from longrope2.records import DatasetRecord, Shard
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,7 +35,7 @@ class Dataset(Corpus):
     """A corpus whose documents lie in shards; those of an object store are copied here when first needed."""
 
     folder: Folder
-    shards: tuple[ShardRecord, ...]
+    shards: tuple[Shard, ...]
     tokenizer: str
     """Its fingerprint."""
 
@@ -92,13 +92,13 @@ class Dataset(Corpus):
             self._copy(shard, path)
         return Corpus(key=shard.shard, path=path, num_documents=shard.documents, num_tokens=shard.tokens)
 
-    def _copy(self, shard: ShardRecord, path: Path) -> None:
+    def _copy(self, shard: Shard, path: Path) -> None:
         with atomic_path(path) as partial:
             self.folder.fetch(path.name, partial)
             if file_digest(partial) != shard.digest:
                 raise DataError(f"{self.folder.place}/{path.name}: damaged", hint=AGAIN)
 
-    def _lengths(self, shard: ShardRecord) -> NDArray[np.uint32]:
+    def _lengths(self, shard: Shard) -> NDArray[np.uint32]:
         name = f"{shard.shard}.npy"
         where = f"{self.folder.place}/{name}"
         try:

@@ -274,12 +274,14 @@ class PortionReader:
                 raise no_column(column, names, file.name)
             groups = list(range(self._portion.begin, self._portion.end))
             before = sum(table.metadata.row_group(number).num_rows for number in range(self._portion.begin))
-            total = sum(table.metadata.row_group(number).num_rows for number in groups)
+            total = sum(_column_bytes(table.metadata.row_group(number), column) for number in groups)
             columns = [name for name in names if name == column or name in TITLE_COLUMNS]
             batches = table.iter_batches(batch_size=PARQUET_ROWS, row_groups=groups, columns=columns)
             rows = (row for batch in batches for row in batch.to_pylist())
+            size = 0
             for number, row in enumerate(rows, start=1):
-                self.consumed = self._portion.bytes * number // total
+                size += len(str(row[column]).encode())
+                self.consumed = min(self._portion.bytes * size // max(total, 1), self._portion.bytes)
                 yield self._book(row, f"{file.name}, row {before + number}")
 
     def _book(self, row: bytes | dict[str, Any], where: str) -> Book | DataError:
@@ -311,3 +313,9 @@ def _skip_line(lines: Any) -> int:
         if piece.endswith(b"\n"):
             break
     return skipped
+
+
+def _column_bytes(group: Any, name: str) -> int:
+    """Bytes of a column of a row group, before compression."""
+    columns = [group.column(number) for number in range(group.num_columns)]
+    return sum(column.total_uncompressed_size for column in columns if column.path_in_schema == name)

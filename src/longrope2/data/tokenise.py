@@ -42,7 +42,7 @@ from longrope2.errors import DataError, LongRopeError, require
 from longrope2.files import file_digest, package_versions
 from longrope2.models import describe, load_tokenizer
 from longrope2.options import identity
-from longrope2.records import DatasetRecord, LengthCount, ShardRecord, Table
+from longrope2.records import DatasetRecord, LengthCount, Shard, ShardRecord, Table
 from longrope2.runfolder import RunFolder, require_same
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class _Counts:
         )
 
 
-def write_shard(unit: Unit, job: Job, report: Report = lambda *_: None) -> ShardRecord:
+def write_shard(unit: Unit, job: Job, report: Report = lambda *_: None) -> Shard:
     """Tokenise a unit into its shard, whole or absent; the record is written last."""
     counts = _Counts(job, [], 0, [])
     output, encode = Folder(job.output), _encoder(job.tokenizer)
@@ -147,7 +147,7 @@ def write_shard(unit: Unit, job: Job, report: Report = lambda *_: None) -> Shard
         with path.open("wb") as file:
             np.save(file, np.array(counts.lengths, dtype=np.uint32))
         lengths_digest = file_digest(path)
-    record = ShardRecord(
+    shard = Shard(
         shard=unit.shard,
         source=unit.source,
         first=unit.portions[0].file.name,
@@ -163,8 +163,8 @@ def write_shard(unit: Unit, job: Job, report: Report = lambda *_: None) -> Shard
         damaged=tuple(counts.damaged),
     )
     with output.writing(f"{unit.shard}.json") as path:
-        record.save(path)
-    return record
+        ShardRecord(**vars(shard)).save(path)
+    return shard
 
 
 def _read(unit: Unit, job: Job, counts: _Counts) -> Iterator[tuple[int, list[Book]]]:
@@ -238,9 +238,7 @@ def _job(model: str, output: str, config: TokeniseConfig) -> tuple[str, Job]:
     )
 
 
-def _begun(
-    folder: Folder, record: DatasetRecord, units: Sequence[Unit], config: TokeniseConfig
-) -> dict[str, ShardRecord]:
+def _begun(folder: Folder, record: DatasetRecord, units: Sequence[Unit], config: TokeniseConfig) -> dict[str, Shard]:
     """The shards that are whole; a dataset of other inputs or options is refused."""
     names = folder.names()
     if DATASET not in names:
@@ -262,7 +260,7 @@ def _begun(
         files = {f"{unit.shard}{suffix}" for suffix in (".arrow", ".npy", ".json")}
         if files <= names:
             with suppress(LongRopeError), folder.reading(f"{unit.shard}.json") as path:
-                shard = listed.get(unit.shard) or ShardRecord.load(path)
+                shard = listed.get(unit.shard) or Shard(**vars(ShardRecord.load(path)))
                 is_allowed = config.damaged == "skip" or not shard.damaged
                 if is_allowed and folder.size(f"{unit.shard}.arrow") == shard.bytes:
                     whole[unit.shard] = shard
@@ -300,7 +298,7 @@ class _Progress:
         self._line.update(megabytes, f"{shards}, {self._tokens:,} tokens, {rate:,.0f} a second")
 
 
-def _make(units: Sequence[Unit], job: Job) -> Iterator[ShardRecord]:
+def _make(units: Sequence[Unit], job: Job) -> Iterator[Shard]:
     """The shards of some units in the order they are ready, with progress."""
     progress = _Progress(units)
     for shard in (_on_ray if job.config.engine == "ray" else _on_this_machine)(units, job, progress):
@@ -308,7 +306,7 @@ def _make(units: Sequence[Unit], job: Job) -> Iterator[ShardRecord]:
         yield shard
 
 
-def _on_this_machine(units: Sequence[Unit], job: Job, report: Report) -> Iterator[ShardRecord]:
+def _on_this_machine(units: Sequence[Unit], job: Job, report: Report) -> Iterator[Shard]:
     workers = min(job.config.workers or os.cpu_count() or 1, len(units))
     if workers <= 1:
         yield from (write_shard(unit, job, report) for unit in units)
@@ -354,12 +352,12 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _work(unit: Unit) -> ShardRecord:
+def _work(unit: Unit) -> Shard:
     reports = _worker["reports"]
     return write_shard(unit, _worker["job"], lambda size, tokens: reports.put((size, tokens)))
 
 
-def _on_ray(units: Sequence[Unit], job: Job, report: Report) -> Iterator[ShardRecord]:
+def _on_ray(units: Sequence[Unit], job: Job, report: Report) -> Iterator[Shard]:
     """Each unit is a task of Ray, which runs it again if its process or node is lost."""
     ray = require("ray", extra="cluster", purpose="--engine ray")
     is_ours = not ray.is_initialized()
@@ -385,7 +383,7 @@ def _on_ray(units: Sequence[Unit], job: Job, report: Report) -> Iterator[ShardRe
             ray.shutdown()
 
 
-def _ray_result(ray: Any, ready: Any) -> ShardRecord:
+def _ray_result(ray: Any, ready: Any) -> Shard:
     try:
         return ray.get(ready)
     except ray.exceptions.RayTaskError as error:
