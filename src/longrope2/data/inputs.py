@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from longrope2.books import (
@@ -32,6 +32,8 @@ COMPRESSION = 3
 NAMED = re.compile(r"(?P<name>[\w.-]+)=(?P<path>.+)")
 ZSTD_AHEAD = 1 << 15
 """Bytes that Arrow has read but not yet decoded, on average: it reads 64 KiB at a time."""
+READ_AHEAD = 1 << 20
+"""Bytes to ask a store for at a time."""
 PARQUET_ROWS = 32
 """Documents to read at once: whole row groups can be gigabytes of text."""
 
@@ -294,8 +296,39 @@ class PortionReader:
 
 
 def _opened(file: InputFile) -> Any:
+    if file.url.startswith("file://"):
+        return Path(file.url.removeprefix("file://")).open("rb")
     system, path = file_system(file.url)
-    return system.open(path, "rb")
+    return io.BufferedReader(_Remote(system.open(path, "rb")), READ_AHEAD)
+
+
+class _Remote(io.RawIOBase):
+    """A file in a store, whose own lines may come byte by byte."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._file.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._file.seek(offset, whence)
+        return int(self._file.tell())
+
+    def tell(self) -> int:
+        return int(self._file.tell())
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 def _decompressed(raw: Any, kind: str) -> Any:

@@ -34,7 +34,10 @@ def file_system(place: str) -> tuple[Any, str]:
                 raise DataError(f"{place}: {error}", hint=f"install the package of fsspec for {protocol}://") from error
         from fsspec.implementations.arrow import ArrowFSWrapper
 
-        system, path = require("pyarrow.fs", extra="train", purpose=f"{protocol}://").FileSystem.from_uri(place)
+        arrow = require("pyarrow.fs", extra="train", purpose=f"{protocol}://")
+        # A small file is then written by one request, which can be repeated, instead of three that cannot.
+        options = f"{'&' if '?' in place else '?'}allow_delayed_open=true" if protocol == "s3" else ""
+        system, path = arrow.FileSystem.from_uri(place + options)
         return ArrowFSWrapper(system), path
 
 
