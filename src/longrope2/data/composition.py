@@ -1,17 +1,20 @@
 """What a plan is made of: tokens per source, bucket and kind of row, and what was left out."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from longrope2.data.config import PlanConfig, Source
 from longrope2.data.corpus import Corpus
-from longrope2.data.packing import Draw, Packed, Piece, Pieces
+from longrope2.data.packing import Draw, Packed, Pieces
 from longrope2.errors import counted
 from longrope2.records import BucketShare, CellShare, Composition, Marks, SourceShare, Table
 
-Placed = list[tuple[Piece, int]]
-"""Pieces that stand in rows, each with the tokens of it that do."""
+Placed = NDArray[np.int64]
+"""Pieces that stand in rows: a source's part of `Packed.pieces`."""
+SOURCE, DOCUMENT, START, STOP, SIZE, TOKENS = range(6)
 PADDING_WARNING = 0.01
 SHARE_TOLERANCE = 0.9
 """A source that gets less than this part of its share, for want of documents, is warned of."""
@@ -32,23 +35,24 @@ def composition(
     Tokens of the rows are those of documents, their BOS and EOS, and padding. Without repetition the tokens of a
     source are placed, truncated, unused or dropped, each exactly once.
     """
-    rows = sum(len(bucket.rows) for bucket in packed)
+    rows = sum(map(len, packed))
     total = rows * config.target_length
-    placed = _by_source(packed, len(sources))
+    # For each bucket and then each source.
+    placed = [[each.pieces[each.pieces[:, SOURCE] == number] for number in range(len(sources))] for each in packed]
     cells = [
         CellShare(
             source=source.label,
             bucket=bucket.label,
             kind=config.kind(index),
             documents=len(placed[index][number]),
-            tokens=sum(tokens for _, tokens in placed[index][number]),
+            tokens=int(placed[index][number][:, TOKENS].sum()),
         )
         for number, source in enumerate(sources)
         for index, bucket in enumerate(config.buckets)
     ]
     buckets = [_bucket(config, number, packed[number], wanted[number], total) for number in range(len(packed))]
     entries = [
-        _source(source, corpora[number], pieces[number], [entry for bucket in placed for entry in bucket[number]])
+        _source(source, corpora[number], pieces[number], np.concatenate([bucket[number] for bucket in placed]))
         for number, source in enumerate(sources)
     ]
     padding = sum(bucket.padding for bucket in buckets)
@@ -65,7 +69,7 @@ def composition(
         cells=tuple(cells),
     )
     rest = [
-        {number: draw.available[number] - sum(piece.size for piece, _ in lists[number]) for number in draw.available}
+        {number: draw.available[number] - int(lists[number][:, SIZE].sum()) for number in draw.available}
         for draw, lists in zip(draws, placed, strict=True)
     ]
     return replace(report, warnings=tuple(_warnings(sources, rest, report)))
@@ -113,58 +117,48 @@ def composition_tables(report: Composition) -> tuple[Table, Table]:
     return by_source, by_bucket
 
 
-def _by_source(packed: Sequence[Packed], num_sources: int) -> list[list[Placed]]:
-    """The pieces placed, for each bucket and then each source."""
-    placed: list[list[Placed]] = [[[] for _ in range(num_sources)] for _ in packed]
-    for bucket, lists in zip(packed, placed, strict=True):
-        for entry in bucket.pieces:
-            lists[entry[0].source].append(entry)
-    return placed
-
-
 def _bucket(config: PlanConfig, number: int, packed: Packed, wanted: int, total: int) -> BucketShare:
     bucket = config.buckets[number]
-    tokens = len(packed.rows) * config.target_length
+    tokens = len(packed) * config.target_length
     return BucketShare(
         bucket=bucket.label,
         kind=config.kind(number),
         quota_share=bucket.quota / sum(other.quota for other in config.buckets),
         share=tokens / total if total else 0.0,
-        rows=len(packed.rows),
+        rows=len(packed),
         rows_wanted=wanted,
         tokens=tokens,
-        padding=sum(row.padding for row in packed.rows),
+        padding=int(packed.padding.sum()),
     )
 
 
 def _source(source: Source, corpus: Corpus, pieces: Pieces, placed: Placed) -> SourceShare:
-    lost = [piece.stop - piece.start - tokens for piece, tokens in placed]
-    distinct = {(piece.document, piece.start): piece.stop - piece.start for piece, _ in placed}
-    uses = Counter((piece.document, piece.start) for piece, _ in placed)
+    lost = placed[:, STOP] - placed[:, START] - placed[:, TOKENS]
+    distinct, uses = np.unique(placed[:, [DOCUMENT, START, STOP]], axis=0, return_counts=True)
     kept = pieces.bucket >= 0
     return SourceShare(
         source=source.label,
         corpus_documents=corpus.num_documents,
         corpus_tokens=corpus.num_tokens,
         placed=len(placed),
-        placed_tokens=sum(tokens for _, tokens in placed),
-        truncated=sum(tokens > 0 for tokens in lost),
-        truncated_tokens=sum(lost),
+        placed_tokens=int(placed[:, TOKENS].sum()),
+        truncated=int((lost > 0).sum()),
+        truncated_tokens=int(lost.sum()),
         unused=int(kept.sum()) - len(distinct),
-        unused_tokens=int((pieces.stop - pieces.start)[kept].sum()) - sum(distinct.values()),
+        unused_tokens=int((pieces.stop - pieces.start)[kept].sum()) - int((distinct[:, 2] - distinct[:, 1]).sum()),
         dropped={reason: {"documents": count, "tokens": tokens} for reason, (count, tokens) in pieces.dropped.items()},
-        most_uses=max(uses.values(), default=0),
+        most_uses=int(uses.max(initial=0)),
     )
 
 
 def _mark_tokens(corpora: Sequence[Corpus], packed: Sequence[Packed], marks: Marks) -> int:
-    spans = Counter(
-        bool(span.stop == corpora[span.source].lengths[span.document])
-        for bucket in packed
-        for row in bucket.rows
-        for span in row.spans
-    )
-    return sum(count * marks.size(0, ends=ends) for ends, count in spans.items())
+    total = 0
+    for spans in (row for bucket in packed for row in bucket.spans):
+        for number in np.unique(spans[:, 0]):
+            own = spans[spans[:, 0] == number]
+            ends = int((own[:, 3] == corpora[number].lengths[own[:, 1]]).sum())
+            total += marks.size(0, ends=True) * ends + marks.size(0, ends=False) * (len(own) - ends)
+    return total
 
 
 def _warnings(sources: Sequence[Source], rest: Sequence[dict[int, int]], report: Composition) -> list[str]:

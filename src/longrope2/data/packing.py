@@ -1,6 +1,7 @@
 """Documents cut to usable pieces, drawn by source weight and length, and packed into rows of the target length."""
 
 import math
+from array import array
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
@@ -194,30 +195,40 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """The rows of one bucket, and how much of each piece stands in them."""
+    """The rows of one bucket, and how much of each piece stands in them; as arrays, since there may be millions."""
 
-    rows: list[PlanRow]
-    pieces: list[tuple[Piece, int]]
-    """Each piece drawn of which anything was placed, with the tokens of it that were."""
+    padding: NDArray[np.int32]
+    """Of each row."""
+    spans: list[NDArray[np.int32]]
+    """Of each row, a `DocumentSpan` per line."""
+    pieces: NDArray[np.int64]
+    """Source, document, start, stop, size and tokens placed, of each piece drawn of which anything was placed."""
+
+    def __len__(self) -> int:
+        return len(self.spans)
 
 
 def pack(draw: Draw, bucket: int, limit: int, marks: Marks, config: PlanConfig) -> Packed:
     """Fill up to `limit` rows of a bucket; what does not fill a row at the end of the documents is left out."""
-    rows: list[PlanRow] = []
-    placed: dict[int, int] = {}
-    pieces: dict[int, Piece] = {}
+    paddings, spans, numbers = array("i"), list[NDArray[np.int32]](), array("q")
+    last = -1
     progress = ProgressLine(limit, f"planning bucket {config.buckets[bucket].label}, rows")
     for parts, padding in islice(fill(draw, bucket, marks, config), limit):
-        if limit > QUIET_ROWS and len(rows) % 1024 == 0:
-            progress.update(len(rows))
-        spans = tuple(DocumentSpan(part.piece.source, part.piece.document, part.start, part.stop) for part in parts)
-        rows.append(PlanRow(kind=config.kind(bucket), bucket=bucket, padding=padding, spans=spans))
+        if limit > QUIET_ROWS and len(spans) % 1024 == 0:
+            progress.update(len(spans))
+        spans.append(np.array([(p.piece.source, p.piece.document, p.start, p.stop) for p in parts], dtype=np.int32))
+        paddings.append(padding)
         for part in parts:
-            pieces[part.serial] = part.piece
-            placed[part.serial] = placed.get(part.serial, 0) + part.stop - part.start
+            if part.serial == last:  # a piece that is carried on comes first in the next row
+                numbers[-1] += part.stop - part.start
+            else:
+                numbers.extend((*part.piece[:5], part.stop - part.start))
+            last = part.serial
     if limit > QUIET_ROWS:
-        progress.update(limit, f"{len(rows):,} filled")
-    return Packed(rows=rows, pieces=[(piece, placed[serial]) for serial, piece in pieces.items()])
+        progress.update(limit, f"{len(spans):,} filled")
+    return Packed(
+        padding=np.array(paddings, dtype=np.int32), spans=spans, pieces=np.array(numbers, dtype=np.int64).reshape(-1, 6)
+    )
 
 
 def fill(draw: Draw, bucket: int, marks: Marks, config: PlanConfig) -> Iterator[tuple[list[Part], int]]:

@@ -161,15 +161,15 @@ def make_plan(
     ]
     _check_any_piece(pieces, config)
     draws, packed, wanted, warnings = _fill(config, sources, pieces, marks)
-    rows = [row for bucket in packed for row in bucket.rows]
-    if not rows:
+    spans = [row for bucket in packed for row in bucket.spans]
+    if not spans:
         have = sum(sum(draw.available.values()) for draw in draws)
         raise DataError(
             f"not one row of {config.target_length:,} tokens could be filled: the documents have {have:,}",
             hint="add documents, or use --repeat to use them more than once",
         )
     # The last number keeps this stream apart from those that draw documents.
-    order = np.random.default_rng([config.seed, len(config.buckets), 0, 0]).permutation(len(rows))
+    order = np.random.default_rng([config.seed, len(config.buckets), 0, 0]).permutation(len(spans))
     report = composition(config, sources, corpora, pieces, draws, packed, wanted, marks)
     return build_plan(
         config=config,
@@ -177,9 +177,9 @@ def make_plan(
         corpus_keys=tuple(corpus.key for corpus in corpora),
         tokenizer=tokenizer,
         marks=marks,
-        buckets=[rows[index].bucket for index in order],
-        padding=[rows[index].padding for index in order],
-        spans=[np.array(rows[index].spans, dtype=np.int32) for index in order],
+        buckets=np.repeat(np.arange(len(packed)), [len(bucket) for bucket in packed])[order],
+        padding=np.concatenate([bucket.padding for bucket in packed])[order],
+        spans=[spans[index] for index in order],
         report=replace(report, warnings=(*warnings, *report.warnings)),
     )
 
@@ -207,7 +207,7 @@ def _fill(
     draws = [Draw(number, sources, pieces, config) for number in numbers]
     packed = [pack(draws[number], number, wanted[number], marks, config) for number in numbers]
     for number, bucket in enumerate(config.buckets):
-        rows, available = len(packed[number].rows), sum(draws[number].available.values())
+        rows, available = len(packed[number]), sum(draws[number].available.values())
         if rows < wanted[number]:
             warnings.append(
                 f"bucket {bucket.label}: {rows:,} of {wanted[number]:,} rows; its documents have {available:,} "
@@ -322,7 +322,11 @@ def _checked_spans(row: PlanLine, config: PlanConfig, num_sources: int) -> NDArr
 
 
 def build_plan(
-    *, buckets: Sequence[int], padding: Sequence[int], spans: Sequence[NDArray[np.int32]], **parts: Any
+    *,
+    buckets: Sequence[int] | NDArray[np.int64],
+    padding: Sequence[int] | NDArray[np.int32],
+    spans: Sequence[NDArray[np.int32]],
+    **parts: Any,
 ) -> Plan:
     """A plan from the bucket, padding and spans of each row."""
     return Plan(
