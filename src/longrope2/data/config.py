@@ -43,7 +43,8 @@ class Source:
     """One source of documents and its part in the mix."""
 
     path: str = option(
-        help="A folder of .txt, a .txt, .jsonl, .jsonl.gz or .parquet file, a hub dataset (owner/name:split), or books."
+        help="A folder of .txt, a .txt, .jsonl, .jsonl.gz or .parquet file, a hub dataset (owner/name:split), "
+        "a dataset of `data tokenise`, or books."
     )
     weight: float = option(
         1.0, "Share of the tokens of each bucket, relative to the other sources that fill it.", above=0
