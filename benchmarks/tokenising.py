@@ -1,0 +1,108 @@
+"""Tokens a second of `data tokenise` with one and two workers, of `data plan`'s own tokeniser, and of datasets.map.
+
+    python benchmarks/tokenising.py [--megabytes 64] [--model MODEL]
+
+All in one run over the same .jsonl files, each in a process of its own, its start included. datasets.map writes Arrow
+files, too. Needs `longrope2[eval,train]`.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from common import arguments, report
+
+from longrope2.books import read_books
+
+FILES = 8
+TODAY = """
+import sys
+from pathlib import Path
+from longrope2.data.config import Source
+from longrope2.data.corpus import tokenise
+from longrope2.models import describe, load_tokenizer
+source, model, cache = sys.argv[1:]
+print(sum(tokenise(Source(path=str(path)), load_tokenizer(describe(model)), Path(cache)).num_tokens
+          for path in sorted(Path(source).iterdir())))
+"""
+DATASETS = """
+import sys
+from datasets import load_dataset
+from longrope2.models import describe, load_tokenizer
+if __name__ == "__main__":
+    source, model, cache = sys.argv[1:]
+    tokenizer = load_tokenizer(describe(model))
+    data = load_dataset("json", data_files=f"{source}/*.jsonl", split="train", cache_dir=cache)
+    encode = lambda rows: {"tokens": tokenizer(rows["text"], add_special_tokens=False, verbose=False).input_ids}
+    done = data.map(encode, batched=True, num_proc=2, remove_columns=data.column_names)
+    print(sum(len(tokens) for tokens in done["tokens"]))
+"""
+
+
+def corpus(folder: Path, megabytes: int) -> None:
+    """Pieces of books of every length up to 200,000 characters, over some files."""
+    books = [book.text for book in read_books(held_out=False)]
+    size = part = 0
+    files = [(folder / f"{number}.jsonl").open("w", encoding="utf-8") for number in range(FILES)]
+    while size < megabytes * 1_000_000:
+        book = books[part % len(books)]
+        length = 1000 * 2 ** (part % 8)
+        start = part * 7919 % max(len(book) - length, 1)
+        files[part % FILES].write(json.dumps({"text": book[start : start + length]}) + "\n")
+        size, part = size + length, part + 1
+    for file in files:
+        file.close()
+
+
+def timed(*command: str) -> tuple[float, str]:
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return time.monotonic() - began, done.stdout
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--megabytes", type=int, default=64)
+    parser.add_argument("--model", default="tiny")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as place:
+        source = Path(place) / "source"
+        source.mkdir()
+        corpus(source, options.megabytes)
+        seconds, tokens = {}, {}
+        for workers in (1, 2):
+            output = str(Path(place) / f"out{workers}")
+            shared = [str(source), "--model", options.model, "--shard-size", str(options.megabytes / FILES), "--json"]
+            name = f"{workers} workers"
+            arguments_ = ["data", "tokenise", *shared, "-o", output, "--workers", str(workers)]
+            seconds[name], shown = timed("-m", "longrope2", *arguments_)
+            tokens[name] = sum(shard["tokens"] for shard in json.loads(shown)["shards"])
+        for name, code in {"data plan": TODAY, "datasets.map(num_proc=2)": DATASETS}.items():
+            script = Path(place) / "script.py"
+            script.write_text(code)
+            seconds[name], shown = timed(str(script), str(source), options.model, str(Path(place) / "cache"))
+            tokens[name] = int(shown.split()[-1])
+    assert len({tokens["1 workers"], tokens["2 workers"], tokens["data plan"]}) == 1, tokens
+    rates = {name: tokens[name] / seconds[name] for name in seconds}
+    report(
+        options,
+        name="tokenising",
+        value=rates["2 workers"],
+        unit="tokens a second",
+        peer="datasets.map(num_proc=2)",
+        peer_value=rates["datasets.map(num_proc=2)"],
+        more_is_better=True,
+        tokens=tokens["2 workers"],
+        megabytes=options.megabytes,
+        model=options.model,
+        rates=rates,
+        speed_up_of_two_workers=rates["2 workers"] / rates["1 workers"],
+    )
+
+
+if __name__ == "__main__":
+    main()
