@@ -1,5 +1,6 @@
 """The recipes for clusters: files of their kind, whose commands this package and torchrun understand."""
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -103,3 +104,11 @@ def test_the_sky_file_has_what_a_task_needs():
     assert task["num_nodes"] > 1
     mounts = tuple(task["file_mounts"])
     assert all(task["envs"][name].startswith(mounts) for name in ("DATASET", "RUN"))
+
+
+def test_the_page_has_the_numbers_of_the_script():
+    spec = importlib.util.spec_from_file_location("paper_run", FOLDER / "paper_run.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    page = (FOLDER.parents[1] / "docs" / "paper-run.md").read_text(encoding="utf-8")
+    assert script.page(page) == page, "run python recipes/cluster/paper_run.py docs/paper-run.md"

@@ -133,7 +133,7 @@ def test_wrong_input_is_one_message_and_exit_code_2(arguments, message, tmp_path
 
 
 def test_what_cannot_be_planned_or_written_is_refused_before_tokenising(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("longrope2.data.plan.tokenise", None)
+    monkeypatch.setattr("longrope2.data.plan.corpus_of", None)
     options = {"config": folder / "mix.toml", "cache": tmp_path / "cache"}
     with pytest.raises(LongRopeError, match="Is a directory"):
         plan_documents("tiny", tmp_path, **options)

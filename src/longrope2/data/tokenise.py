@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 SHOWN_LENGTHS = (8192, 32768, 131072)
 """Where the summary divides lengths if `keep` does not."""
 MOST_TOKENS_PER_BYTE, SPARE_TOKENS = 2, 64
-"""No text has more tokens than this, marks included: many a document need not be tokenised to be left out."""
+"""More tokens for a byte of text than any language has: so many a document can be left out before it is tokenised."""
 MOST_DAMAGE = 100
 """Problems of a shard that its record lists."""
 SAMPLES, SAMPLE_BYTES = 24, 500_000
@@ -83,8 +83,8 @@ class Job:
         return next((kept.share for kept in self.config.keep if length <= kept.up_to), 0.0)
 
     def lot(self, text: str) -> float:
-        """A number from 0 to 1 that the text and the seed decide: a document is kept if it is below its share."""
-        return xxhash.xxh3_64_intdigest(text.encode(), seed=self.config.seed) / 2**64
+        """A number from 0 to below 1 that the text and the seed decide: a document is kept if it is below its share."""
+        return (xxhash.xxh3_64_intdigest(text.encode(), seed=self.config.seed) >> 11) / 2**53  # never 1 itself
 
     def is_hopeless(self, text: str) -> bool:
         """Whether a document is left out whatever its tokens are."""
