@@ -100,8 +100,8 @@ def hinted_extras() -> list[tuple[str, str]]:
 def test_every_extra_named_in_a_hint_brings_the_module():
     hints = hinted_extras()
     assert len(hints) > 15
-    # vLLM is too large for the test environment: there, only its name can be compared.
-    brought = {"vllm": names(EXTRAS["vllm"])}
+    # vLLM and Ray are too large for the test environment: there, only their names can be compared.
+    brought = {extra: names(EXTRAS[extra]) for extra in ("vllm", "cluster")}
     for module, extra in hints:
         if extra not in brought:
             brought[extra] = set(dependencies(EXTRAS[extra]))
@@ -129,7 +129,7 @@ def test_every_extra_named_in_text_exists():
         name for page in pages for found in re.findall(r"(?:longrope2|'\.)\[([\w,]+)\]", page.read_text())
         for name in found.split(",")
     }  # fmt: skip
-    assert {"eval", "export", "report", "train", "vllm"} <= named <= EXTRAS.keys()
+    assert {"cluster", "eval", "export", "report", "train", "vllm"} <= named <= EXTRAS.keys()
 
 
 def test_the_workflow_runs_what_the_local_script_runs():
@@ -191,7 +191,7 @@ def test_what_the_dockerfile_copies_is_enough_to_build(built, tmp_path):
     with ZipFile(wheel) as ours, ZipFile(built[0]) as whole:
         assert sorted(ours.namelist()) == sorted(whole.namelist())
     (install,) = [line for line in lines if "/opt/longrope2[" in line]
-    assert set(re.search(r"\[(.*)\]", install)[1].split(",")) == EXTRAS.keys() - {"dev", "vllm"}
+    assert set(re.search(r"\[(.*)\]", install)[1].split(",")) == EXTRAS.keys() - {"cluster", "dev", "vllm"}
 
 
 @pytest.mark.slow
