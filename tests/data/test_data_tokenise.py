@@ -303,6 +303,13 @@ def test_files_and_shards_give_the_same_plan(tmp_path, texts, place, monkeypatch
     copies = list((tmp_path / "cache").glob("*/*.arrow"))
     assert not copies  # a plan needs the lengths alone
     read = read_plan(tmp_path / "b.jsonl")
+    ahead = RowLoader.open(read, tmp_path / "cache")
+    ahead.prepare([0, 1])
+    ahead._background.shutdown()
+    assert bool(list((tmp_path / "cache").glob("*/*.arrow"))) == (place != "here")
+    with monkeypatch.context() as patch:
+        patch.setattr(dataset_module.Dataset, "_copy", lambda *_: pytest.fail("not copied before"))
+        assert len(ahead.row(0).token_ids) == len(ahead.row(1).token_ids) == 512
     for one, other in zip(rows_of(files, tmp_path / "cache"), rows_of(read, tmp_path / "cache"), strict=True):
         assert np.array_equal(one.token_ids, other.token_ids)
     if place != "here":

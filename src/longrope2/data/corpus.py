@@ -131,6 +131,14 @@ class Corpus:
         within = document - int(self._starts[batch])
         return values[offsets[within] : offsets[within + 1]]
 
+    @property
+    def is_local(self) -> bool:
+        """Whether all documents lie on this machine."""
+        return True
+
+    def fetch(self, document: int) -> None:
+        """Bring a document to this machine, where it is already."""
+
     def title(self, document: int) -> str:
         """The title of a document."""
         return str(self._table.column("title")[document].as_py())

@@ -55,6 +55,10 @@ class Dataset(Corpus):
         shard, within = self._place(document)
         return self._open(shard).tokens(within)
 
+    def fetch(self, document: int) -> None:
+        """Copy the shard of a document from its store."""
+        self._open(self._place(document)[0])
+
     def title(self, document: int) -> str:
         """The title of a document."""
         shard, within = self._place(document)
@@ -63,10 +67,11 @@ class Dataset(Corpus):
     def is_whole(self) -> bool:
         """Whether every byte on this machine is as it was written; a store's shards are checked when they come."""
         here = [(self.path / f"{shard.shard}.arrow", shard) for shard in self.shards]
-        return all(file_digest(path) == shard.digest for path, shard in here if self._is_local or path.exists())
+        return all(file_digest(path) == shard.digest for path, shard in here if self.is_local or path.exists())
 
     @property
-    def _is_local(self) -> bool:
+    def is_local(self) -> bool:
+        """Whether its shards need not be copied."""
         return self.folder.local is not None
 
     def _place(self, document: int) -> tuple[int, int]:
@@ -87,7 +92,7 @@ class Dataset(Corpus):
         shard = self.shards[number]
         path = self.path / f"{shard.shard}.arrow"
         if not path.is_file() or path.stat().st_size != shard.bytes:
-            if self._is_local:
+            if self.is_local:
                 raise DataError(f"{path}: missing or incomplete, {shard.bytes:,} bytes expected", hint=AGAIN)
             self._copy(shard, path)
         return Corpus(key=shard.shard, path=path, num_documents=shard.documents, num_tokens=shard.tokens)

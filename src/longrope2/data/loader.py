@@ -1,7 +1,10 @@
 """Rows of token ids from a plan, and which row comes when."""
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -73,6 +76,23 @@ class RowLoader:
         wrong = [*row_of_span[stop > lengths], *np.flatnonzero(totals != self.plan.config.target_length)]
         if wrong:
             self.row(int(min(wrong)))  # says what is wrong with it
+
+    def prepare(self, indices: Sequence[int]) -> None:
+        """Bring the documents of some rows here, in the background; what fails is reported when a row is asked for."""
+        if all(corpus.is_local for corpus in self._corpora):
+            return
+        spans = [span for index in indices for span in self.plan.row(index).spans]
+
+        def fetch() -> None:
+            with suppress(Exception):
+                for span in spans:
+                    self._corpora[span.source].fetch(span.document)
+
+        self._background.submit(fetch)
+
+    @cached_property
+    def _background(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, "rows")
 
     def row(self, index: int) -> Row:
         """Row number `index` of the plan."""

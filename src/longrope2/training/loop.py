@@ -73,6 +73,10 @@ class PlanRows:
             boundaries=[row.cu_seqlens.tolist()],
         )
 
+    def prepare(self, numbers: range) -> None:
+        """Have what these rows need brought here, in the background."""
+        self._loader.prepare([self._index(number) for number in numbers])
+
     def kind(self, number: int) -> RowKind:
         """Short or long, whatever RoPE it is trained with."""
         return self._loader.plan.row(self._index(number)).kind
@@ -125,6 +129,7 @@ def train_loop(
     *,
     kind_of: Callable[[int], str] | None = None,
     name_row: Callable[[int], str] = "row {} of the run".format,
+    prepare: Callable[[range], None] = lambda _: None,
     started: Callable[[int], None] = lambda _: None,
     report: Callable[[StepResult], None] = lambda _: None,
     evaluate: Callable[[MixedWindowModel, int], None] = lambda *_: None,
@@ -134,10 +139,10 @@ def train_loop(
     Resumes from the newest checkpoint in `output`. Rows are a pure function of their number, so that resuming needs
     one integer and any number of processes sees the same data.
 
-    A row is of the kind its RoPE says, unless `kind_of` knows better; `name_row` names it in errors. `started` hears
-    after how many steps the run goes on. `evaluate` may use the model between steps, all processes at once; it is
-    called before the first step and after each one, before that step's checkpoint. Ctrl-C lets the step under way end
-    and saves a checkpoint.
+    A row is of the kind its RoPE says, unless `kind_of` knows better; `name_row` names it in errors. `prepare` hears
+    which rows the next step will ask for. `started` hears after how many steps the run goes on. `evaluate` may use the
+    model between steps, all processes at once; it is called before the first step and after each one, before that
+    step's checkpoint. Ctrl-C lets the step under way end and saves a checkpoint.
     """
     device = next(model.parameters()).device
     train, versions = config.to_json()["train"], package_versions("torch", "transformers")
@@ -168,6 +173,7 @@ def train_loop(
                 for group in optimizer.param_groups:
                     group["lr"] = config.learning_rate_at(step)
                 batches = [own_part(rows(n), here).to(device) for n in numbers]
+                prepare(own_rows(config, step + 1, here))
                 kinds = [kind_of(n) for n in numbers] if kind_of else None
                 result = train_step(mixed, optimizer, batches, config, step, here, kinds=kinds)
                 if not math.isfinite(result.loss) or not math.isfinite(result.gradient_norm):

@@ -481,7 +481,8 @@ def _trained(run: TrainingRun, output: Path, here: World, reporter: StepReporter
     if config.level.four_bit:
         freeze_in_four_bits(model)
     freeze(model, config.freeze)
-    train_loop(model, run.factors, rows, config, output, here, kind_of=rows.kind, name_row=rows.name, **hooks)
+    hooks |= {"kind_of": rows.kind, "name_row": rows.name, "prepare": rows.prepare}
+    train_loop(model, run.factors, rows, config, output, here, **hooks)
     return model
 
 
