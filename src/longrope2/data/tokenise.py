@@ -276,8 +276,8 @@ class _Progress:
     """Megabytes read of those to read, with tokens and shards so far."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
-        self._total = max(sum(unit.bytes for unit in units) / MEGABYTE, 1)
-        self._line = ProgressLine(round(self._total), "tokenising, MB")
+        self._total = max(round(sum(unit.bytes for unit in units) / MEGABYTE), 1)
+        self._line = ProgressLine(self._total, "tokenising, MB")
         self._shards, self._units = 0, len(units)
         self._read = self._tokens = 0
         self._began = time.monotonic()
