@@ -6,9 +6,9 @@ Tokenising and planning are at the rates of results/benchmarks, the other steps 
 (rates measured on an H200). Training takes 1.7 times its estimate, as did the runs that could be compared.
 """
 
+import argparse
 import json
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 
@@ -89,5 +89,7 @@ def page(text: str) -> str:
 
 
 if __name__ == "__main__":
-    path = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("page", type=Path, help="the page to write into")
+    path = parser.parse_args().page
     path.write_text(page(path.read_text(encoding="utf-8")), encoding="utf-8")
