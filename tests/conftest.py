@@ -31,6 +31,7 @@ hypothesis.settings.load_profile("patient")
 LONGEST = ("test_pipeline_run", "test_training_cli", "test_search_run", "test_training_run", "test_readme",
            "test_recipe_tiny", "test_evaluation_engine", "test_generation", "test_training_parallel")  # fmt: skip
 FIXTURES = Path(__file__).parent / "fixtures"
+sys.path.append(str(Path(__file__).parent / "faults"))  # for `forks`
 ORIGINAL_LENGTH = 32
 TARGET_LENGTH = 128
 
@@ -180,3 +181,12 @@ def forks(tmp_path_factory):
 
     with prepared(tmp_path_factory.mktemp("faults")) as forks:
         yield forks
+
+
+@pytest.fixture(scope="module")
+def forked(tmp_path_factory):
+    """Runs commands in processes of their own, without the seconds in which a new one imports transformers."""
+    from forks import Forks
+
+    with Forks(tmp_path_factory.mktemp("forks")) as forked:
+        yield forked

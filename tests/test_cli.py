@@ -87,20 +87,20 @@ def test_inspect_json_is_the_smollm2_of_the_theory(model):
     assert {"ntk", "yarn", "llama3", "ntk-aware", "dynamic-ntk", "ntk-by-parts"} < set(values["methods"])
 
 
-def test_inspect_shows_the_factors_of_a_file(tmp_path):
+def test_inspect_shows_the_factors_of_a_file(tmp_path, forked):
     path, plot = tmp_path / "mine.json", tmp_path / "rope.svg"
     mine = rescale("longrope2", describe("tiny").rope, 4096, critical_dimension=9, right_factors=[20.0])
     mine.save(path)
-    result = run("inspect", "tiny", "--factors", path, "--plot", plot)
-    assert result.returncode == 0, result.stderr
-    assert "4,096 tokens, 16×" in result.stdout
-    assert " unseen   mine.json " in result.stdout
-    values = json.loads(run("inspect", "tiny", "--factors", path, "--json").stdout)
+    result = forked.run(["inspect", "tiny", "--factors", path, "--plot", plot])
+    assert result.code == 0, result.errors
+    assert "4,096 tokens, 16×" in result.output
+    assert " unseen   mine.json " in result.output
+    values = json.loads(forked.run(["inspect", "tiny", "--factors", path, "--json"]).output)
     assert values["methods"]["mine.json"] == list(mine.long)
     assert {"mine.json", "d_rcd = 9"} <= set(re.findall("<text[^>]*>(.+?)</text>", plot.read_text()))
     for wrong, message in (("--target-length", "made for 4,096 tokens"), ("--original-length", "another model")):
-        result = run("inspect", "tiny", "--factors", path, wrong, "512")
-        assert (result.returncode, message in result.stderr) == (2, True), result.stderr
+        result = forked.run(["inspect", "tiny", "--factors", path, wrong, "512"])
+        assert (result.code, message in result.errors) == (2, True), result.errors
 
 
 def test_inspect_table_and_plot(model, tmp_path):
@@ -113,39 +113,30 @@ def test_inspect_table_and_plot(model, tmp_path):
     assert [p.name for p in plot.parent.iterdir()] == ["rope.png"]
 
 
-def test_factors_are_written_and_read_back(model, tmp_path):
+def test_factors_are_written_and_read_back(model, tmp_path, forked):
     file = tmp_path / "yarn.json"
-    result = run("factors", model, "--target-length", "128k", "--method", "yarn", "-o", file)
-    assert result.returncode == 0, result.stderr
+    result = forked.run(["factors", model, "--target-length", "128k", "--method", "yarn", "-o", file])
+    assert result.code == 0, result.errors
     factors = RescaleFactors.load(file)
     assert (factors.method, factors.target_length) == ("yarn", 131072)
     assert factors.provenance["revision"].startswith("sha256:")
     assert factors.switches
-    run("factors", model, "--target-length", "128k", "--method", "yarn", "--single", "-o", file)
+    forked.run(["factors", model, "--target-length", "128k", "--method", "yarn", "--single", "-o", file])
     assert RescaleFactors.load(file) == factors.long_everywhere()
     right = ",".join(["6.5"] * 12)
     options = ["--critical-dimension", "20", "--right-factors", right, "--attention-factor", "1.1"]
-    run("factors", model, "--target-length", "32768", "--method", "longrope2", *options, "-o", file)
+    forked.run(["factors", model, "--target-length", "32768", "--method", "longrope2", *options, "-o", file])
     factors = RescaleFactors.load(file)
     assert factors.long[20:] == (6.5,) * 12
     assert factors.long_attention_factor == 1.1
 
 
-def test_odd_factors_are_written_with_a_warning(model, tmp_path):
+def test_odd_factors_are_written_with_a_warning(model, tmp_path, forked):
     options = ["--critical-dimension", "30", "--right-factors", "5,4"]
-    result = run(
-        "factors",
-        model,
-        "--target-length",
-        "32k",
-        "--method",
-        "longrope2",
-        *options,
-        "-o",
-        tmp_path / "f.json",
-    )
-    assert result.returncode == 0
-    assert "warning: long factors fall at dimension 31" in result.stderr
+    arguments = ["factors", model, "--target-length", "32k", "--method", "longrope2", *options]
+    result = forked.run([*arguments, "-o", tmp_path / "f.json"])
+    assert result.code == 0
+    assert "warning: long factors fall at dimension 31" in result.errors
 
 
 FACTORS = ["factors", "MODEL", "--target-length", "32k", "-o", "f.json", "--method"]
@@ -180,16 +171,15 @@ FACTORS = ["factors", "MODEL", "--target-length", "32k", "-o", "f.json", "--meth
         ([*FACTORS, "pi", "-o", "/proc/f.json"], "/proc/f.json: cannot be written"),
     ],
 )
-def test_wrong_input_is_one_message_and_exit_code_2(arguments, message, model, tmp_path):
-    result = run(*[a.replace("MODEL", str(model)) for a in arguments], cwd=tmp_path)
-    assert result.returncode == 2, result.stderr
-    assert message in result.stderr
-    assert "Traceback" not in result.stderr
-    assert result.stdout == ""
+def test_wrong_input_is_one_message_and_exit_code_2(arguments, message, model, tmp_path, forked):
+    ended = forked.run([a.replace("MODEL", str(model)) for a in arguments], cwd=tmp_path)
+    assert (ended.code, ended.problem) == (2, ""), ended.errors
+    assert message in ended.errors
+    assert ended.output == ""
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_rescaled_model_is_extended_only_on_request(tmp_path):
+def test_a_rescaled_model_is_extended_only_on_request(tmp_path, forked):
     rope = {"rope_type": "linear", "factor": 4.0}
     family_config("llama", rope, max_position_embeddings=128).save_pretrained(tmp_path / "m")
     common = [
@@ -202,13 +192,13 @@ def test_a_rescaled_model_is_extended_only_on_request(tmp_path):
         "-o",
         tmp_path / "f.json",
     ]
-    refused = run(*common)
-    assert refused.returncode == 2
-    assert "already rescaled by 'linear' from 32 to 128 tokens" in refused.stderr
-    assert run(*common, "--extend-again").returncode == 0
-    inspected = run("inspect", tmp_path / "m")
-    assert "already rescaled by linear to 128 tokens" in inspected.stdout
-    assert "implied by the factor" in inspected.stderr
+    refused = forked.run([*common])
+    assert refused.code == 2
+    assert "already rescaled by 'linear' from 32 to 128 tokens" in refused.errors
+    assert forked.run([*common, "--extend-again"]).code == 0
+    inspected = forked.run(["inspect", tmp_path / "m"])
+    assert "already rescaled by linear to 128 tokens" in inspected.output
+    assert "implied by the factor" in inspected.errors
 
 
 def test_no_colour_codes_in_pipes(model):
@@ -349,7 +339,7 @@ def test_what_tensorboard_cannot_write_is_told_once(tmp_path):
 
 
 @pytest.mark.parametrize("command", ["calibrate", "evaluate --suite niah --lengths 256 --samples 1", "search"])
-def test_nothing_is_left_of_a_model_that_cannot_be_loaded_and_a_bad_place_is_told_of_first(command, tmp_path):
+def test_nothing_is_left_of_a_model_that_cannot_be_loaded_and_a_bad_place_is_told_of_first(command, tmp_path, forked):
     model, factors, output = tmp_path / "model", tmp_path / "factors.json", tmp_path / "out"
     shutil.copytree(ASSETS / "tiny", model)
     (model / "model.safetensors").write_bytes(b"cut short")
@@ -357,8 +347,8 @@ def test_nothing_is_left_of_a_model_that_cannot_be_loaded_and_a_bad_place_is_tol
     given = "--target-length 512" if command == "search" else f"--factors {factors}"
     name, *options = command.split()
     for place, problem in ((output, "its weights cannot be loaded"), (factors, "is a file, a folder is needed")):
-        result = run(name, model, *options, *given.split(), "-o", place)
-        assert (result.returncode, problem in result.stderr) == (2, True), result.stderr
+        ended = forked.run([name, model, *options, *given.split(), "-o", place])
+        assert (ended.code, problem in ended.errors) == (2, True), ended.errors
         assert not output.exists()
 
 

@@ -123,12 +123,11 @@ def test_a_plan_from_a_file_with_json(folder, cache, tmp_path, capsys):
         (["tiny", "--target-length", "1k", "--tokens", "9k", "--source", "no.jsonl"], "'no.jsonl' is neither a file"),
     ],
 )
-def test_wrong_input_is_one_message_and_exit_code_2(arguments, message, tmp_path):
-    result = run(*arguments, "-o", "plan.jsonl", cwd=tmp_path)
-    assert result.returncode == 2, result.stderr
-    assert message in result.stderr
-    assert "Traceback" not in result.stderr
-    assert result.stdout == ""
+def test_wrong_input_is_one_message_and_exit_code_2(arguments, message, tmp_path, forked):
+    ended = forked.run(["data", "plan", *arguments, "-o", "plan.jsonl"], cwd=tmp_path)
+    assert (ended.code, ended.problem) == (2, ""), ended.errors
+    assert message in ended.errors
+    assert ended.output == ""
     assert list(tmp_path.iterdir()) == []
 
 

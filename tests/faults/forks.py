@@ -64,7 +64,8 @@ class Forks:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.counts: dict[str, dict[str, int]] = {}
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MPLBACKEND": "agg"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MPLBACKEND": "agg",
+                       "COLUMNS": "100"}  # fmt: skip
         self._process = subprocess.Popen(
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
@@ -82,14 +83,20 @@ class Forks:
         outcomes[outcome] = outcomes.get(outcome, 0) + 1
 
     def run(
-        self, arguments: Sequence[object], *, kill_at: int = 0, kill_after: float = 0.0, timeout: float = 300.0
+        self,
+        arguments: Sequence[object],
+        *,
+        cwd: Path | None = None,
+        kill_at: int = 0,
+        kill_after: float = 0.0,
+        timeout: float = 300.0,
     ) -> Ended:
         """Run `longrope2` with these arguments; to be killed at the n-th change, or after some seconds."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         out, err = (self.folder / name for name in ("stdout", "stderr"))
-        job = {"arguments": list(map(str, arguments)), "out": str(out), "err": str(err), "folder": str(self.folder),
-               "kill_at": kill_at, "kill_after": kill_after or timeout}  # fmt: skip
+        job = {"arguments": list(map(str, arguments)), "out": str(out), "err": str(err), "kill_at": kill_at,
+               "folder": str(cwd or self.folder), "kill_after": kill_after or timeout}  # fmt: skip
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
         answer = json.loads(self._process.stdout.readline())

@@ -142,6 +142,7 @@ def test_their_gradients_are_those_of_transformers(tied):
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-4 * float(expected[name].abs().max()))
 
 
+@pytest.mark.slow
 def test_they_learn_the_same_on_two_processes(tmp_path):
     """Spread over processes, a layer holds weights that learn and others that do not."""
     sample = make_sample(tmp_path / "sample", tie_word_embeddings=True)
