@@ -31,7 +31,7 @@ hypothesis.settings.load_profile("patient")
 LONGEST = ("test_pipeline_run", "test_training_cli", "test_search_run", "test_training_run", "test_readme",
            "test_recipe_tiny", "test_evaluation_engine", "test_generation", "test_training_parallel")  # fmt: skip
 FIXTURES = Path(__file__).parent / "fixtures"
-sys.path.append(str(Path(__file__).parent / "faults"))  # for `forks`
+sys.path.append(str(Path(__file__).parent / "faults"))  # for `commands` and `forks`
 ORIGINAL_LENGTH = 32
 TARGET_LENGTH = 128
 
@@ -177,7 +177,7 @@ def published() -> dict[str, list[float]]:
 @pytest.fixture(scope="module")
 def forks(tmp_path_factory):
     """For tests/faults: commands as forks of one process, in a folder with what they read."""
-    from commands import prepared  # which is on the path of those tests alone
+    from commands import prepared  # beside those tests
 
     with prepared(tmp_path_factory.mktemp("faults")) as forks:
         yield forks

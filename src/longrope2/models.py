@@ -266,8 +266,10 @@ def body(model: Any) -> Any:
 
 def decoder_layers(model: Any) -> list[Any]:
     """The layers of a live model; a few families have another name for them than `layers`."""
-    lists = [module for module in model.modules() if type(module).__name__ == "ModuleList" and len(module)]
-    return list(getattr(model.base_model, "layers", None) or max(lists, key=len))
+    if layers := getattr(body(model), "layers", None):
+        return list(layers)
+    lists = (list(module) for module in model.modules() if type(module).__name__ == "ModuleList")
+    return max(lists, key=len)
 
 
 def num_kv_heads(config: Any) -> int:

@@ -18,7 +18,7 @@ from longrope2.attention import TrailingQueries, our_attention
 from longrope2.factors import RescaleFactors
 from longrope2.families import attends_simply
 from longrope2.intervals import LARGEST_NLL
-from longrope2.models import body
+from longrope2.models import body, decoder_layers
 from longrope2.needles import NeedleDocument, PlainDocument
 from longrope2.pieces import mlp_in_pieces
 from longrope2.rotary import RescaledRotary, is_long, rescaled
@@ -75,7 +75,7 @@ class Scorer:
         # The logits that predict a token stand one position before it.
         first = min(needle.answer[0] for document in documents for needle in document.needles) - 1
         kept = tokens.shape[1] - first
-        last = TrailingQueries(_layers(self._model)[-1], kept).installed() if self._simply else nullcontext()
+        last = TrailingQueries(decoder_layers(self._model)[-1], kept).installed() if self._simply else nullcontext()
         with torch.no_grad(), last:
             options = {} if self._simply else {"logits_to_keep": kept}
             logits = self._model(input_ids=tokens, use_cache=False, **options).logits
@@ -120,11 +120,11 @@ def scoring(
             return
         stack.enter_context(our_attention(model))
         rotary = stack.enter_context(rescaled(model, factors))
-        for layer in _layers(model):
+        for layer in decoder_layers(model):
             stack.enter_context(mlp_in_pieces(layer))
         if compiled:
             # The last layer runs in two passes and stays as it is.
-            for layer in _layers(model)[:-1]:
+            for layer in decoder_layers(model)[:-1]:
                 stack.enter_context(compiled_layer(layer))
         yield Scorer(model, rotary, objective, simply=True)
 
@@ -145,10 +145,6 @@ def score_tokens(logits: Tensor, tokens: Tensor) -> Score:
     nll = F.cross_entropy(logits, tokens, reduction="sum").double().item()
     exact = bool((logits.argmax(-1) == tokens).all().item())
     return Score(nll if math.isfinite(nll) else math.inf, len(tokens), exact)
-
-
-def _layers(model: Any) -> Any:
-    return model.base_model.layers
 
 
 def head_logits(model: Any, hidden: Any) -> Tensor:

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from longrope2.checking.rotation import ORIGINAL, Rotation, default_longrope_attention, rotation
+from longrope2.checking.rotation import Rotation, default_longrope_attention, rotation
 from longrope2.checking.statement import ALIASES, LLAMA3_WINDOW, Statement
 from longrope2.errors import LongRopeError
 from longrope2.export.engines import MLX, VLLM
-from longrope2.families import LONG_MSCALE, SHORT_MSCALE, read_config
+from longrope2.families import LONG_MSCALE, ORIGINAL, SHORT_MSCALE, read_config
 from longrope2.methods import yarn_temperature
 
 

@@ -4,11 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from longrope2.families import LONG_MSCALE, SHORT_MSCALE, yarn_attention
+from longrope2.families import LONG_MSCALE, ORIGINAL, SHORT_MSCALE, yarn_attention
 from longrope2.methods import dynamic_ntk, longrope_temperature, ntk_by_parts, yarn
 from longrope2.rope import RopeSpec
 
-ORIGINAL = "original_max_position_embeddings"
 SAME = 1e-4
 """Relative differences up to this are float32's."""
 NEEDED: Mapping[str, tuple[str, ...]] = {

@@ -6,9 +6,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from longrope2.checking.rotation import NEEDED, ORIGINAL, Rotation, rotation
+from longrope2.checking.rotation import NEEDED, Rotation, rotation
 from longrope2.errors import LongRopeError, damage, first_line
-from longrope2.families import COPY_AGAIN, FULL_ATTENTION, head_dim, live_config, read_config
+from longrope2.families import COPY_AGAIN, FULL_ATTENTION, ORIGINAL, head_dim, live_config, read_config
 from longrope2.records import Finding
 
 OLDER, NEWER = "rope_scaling", "rope_parameters"

@@ -185,12 +185,14 @@ def plan_units(sources: Sequence[InputSource], shard_bytes: int) -> list[Unit]:
 
     for source in sources:
         gathered: list[Portion] = []
+        size = 0
         for file in source.files:
             for portion in _split(file, shard_bytes):
-                if gathered and sum(each.text_bytes for each in gathered) + portion.text_bytes > shard_bytes:
+                if gathered and size + portion.text_bytes > shard_bytes:
                     close(source.name, gathered)
-                    gathered = []
+                    gathered, size = [], 0
                 gathered.append(portion)
+                size += portion.text_bytes
         close(source.name, gathered)
     return units
 

@@ -148,7 +148,7 @@ def mixed_window(
             for layer in decoder_layers(model):
                 stack.enter_context(mlp_in_pieces(layer, compiled=compiled))
         if compiled and simply:
-            for layer in model.base_model.layers:
+            for layer in decoder_layers(model):
                 stack.enter_context(compiled_layer(layer))
         loss = torch.compile(cross_entropy, dynamic=False) if compiled else cross_entropy
         yield MixedWindowModel(model, rotary, loss, simply=simply)

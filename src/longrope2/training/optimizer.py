@@ -184,7 +184,7 @@ class CompactAdamW(torch.optim.AdamW):
                     piece.state[name].copy_(x, non_blocking=True)
                     x.record_stream(here)
                     x.record_stream(going)
-        going.synchronize()  # whoever reads the state next does so on the CPU, or on another stream
+        going.synchronize()  # what reads the state next does so on the CPU, or on another stream
 
     def _update(self, piece: "_Piece", state: dict[str, Tensor]) -> None:
         """In float32, in the order of torch's AdamW, so that float32 parameters get the same bits."""
