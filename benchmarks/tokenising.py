@@ -3,7 +3,8 @@
     python benchmarks/tokenising.py [--megabytes 64] [--model MODEL]
 
 All in one run over the same .jsonl files, each in a process of its own, its start included. datasets.map writes Arrow
-files, too. Needs `longrope2[eval,train]`.
+files, too. `forecast` is what `--dry-run` says of the whole for one worker, as a share of what it was. Needs
+`longrope2[eval,train]`, and cores that nobody else uses.
 """
 
 import json
@@ -80,7 +81,10 @@ def main() -> None:
             name = f"{workers} workers"
             arguments_ = ["data", "tokenise", *shared, "-o", output, "--workers", str(workers)]
             seconds[name], shown = timed("-m", "longrope2", *arguments_)
-            tokens[name] = sum(shard["tokens"] for shard in json.loads(shown)["shards"])
+            shards = json.loads(shown)["shards"]
+            tokens[name] = sum(shard["tokens"] for shard in shards)
+        dry = ["data", "tokenise", *shared, "-o", output, "--workers", "1", "--dry-run"]
+        forecast = json.loads(timed("-m", "longrope2", *dry)[1])
         for name, code in {"data plan": TODAY, "datasets.map(num_proc=2)": DATASETS}.items():
             script = Path(place) / "script.py"
             script.write_text(code)
@@ -101,6 +105,11 @@ def main() -> None:
         model=options.model,
         rates=rates,
         speed_up_of_two_workers=rates["2 workers"] / rates["1 workers"],
+        forecast={
+            "tokens": forecast["tokens"] / tokens["1 workers"],
+            "bytes": forecast["bytes"] / sum(shard["bytes"] for shard in shards),
+            "seconds": forecast["hours"] * 3600 / seconds["1 workers"],
+        },
     )
 
 

@@ -257,14 +257,14 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> FakeHub:
 
 def test_hub_dataset_is_streamed(hub: FakeHub) -> None:
     books = list(read_books("owner/some.name", limit=10))
-    assert hub.calls == [("owner/some.name", {"split": "train", "streaming": True})]
+    assert hub.calls == [("owner/some.name", {"split": "train", "streaming": True, "revision": None})]
     assert hub.taken == 10
     assert books[9] == Book(title="Book 9", text="text 9", source="owner/some.name:train, row 10")
 
 
 def test_hub_split(hub: FakeHub) -> None:
-    (first,) = read_books("owner/name:validation", limit=1)
-    assert hub.calls == [("owner/name", {"split": "validation", "streaming": True})]
+    (first,) = read_books("owner/name@v1.0:validation", limit=1)
+    assert hub.calls == [("owner/name", {"split": "validation", "streaming": True, "revision": "v1.0"})]
     assert first.source == "owner/name:validation, row 1"
 
 

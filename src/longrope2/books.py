@@ -22,7 +22,9 @@ FILE_SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
 MOST_TEXT_BYTES = 1 << 30
 JSON_LINES = "a .jsonl file holds one JSON object per line"
 TITLE_COLUMNS = ("title", "short_book_title", "name")
-HUB_ID = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<split>\w[\w.-]*))?", re.ASCII)
+HUB_ID = re.compile(
+    r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>\w[\w./-]*))?(:(?P<split>\w[\w.-]*))?", re.ASCII
+)
 
 Row = Mapping[str, Any]
 
@@ -127,7 +129,7 @@ def _open(source: str | Path | None, text_column: str, held_out: bool | None) ->
     if hub_id is not None and not source.lower().endswith(FILE_SUFFIXES):
         split = hub_id["split"] or "train"
         where = f"{hub_id['name']}:{split}"
-        return _from_rows(_read_hub(hub_id["name"], split), text_column, where)
+        return _from_rows(_read_hub(hub_id["name"], split, hub_id["revision"]), text_column, where)
     raise DataError(f"'{source}' is neither a file or folder here nor a hub dataset id", hint=f"give {KINDS}")
 
 
@@ -218,10 +220,10 @@ def _read_parquet(path: Path, text_column: str) -> Iterator[tuple[str, Row]]:
         raise DataError(f"{path}: not a readable parquet file ({error})", hint="write it again") from error
 
 
-def _read_hub(name: str, split: str) -> Iterator[tuple[str, Row]]:
+def _read_hub(name: str, split: str, revision: str | None) -> Iterator[tuple[str, Row]]:
     datasets = require("datasets", extra="eval", purpose="reading a hub dataset")
     try:
-        rows = datasets.load_dataset(name, split=split, streaming=True)
+        rows = datasets.load_dataset(name, split=split, streaming=True, revision=revision)
         for number, row in enumerate(rows, start=1):
             yield f"{name}:{split}, row {number}", row
     # Anything may come up from the network, the hub or the dataset's own files.

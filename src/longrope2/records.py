@@ -347,8 +347,10 @@ class Shard:
     lengths: tuple[LengthCount, ...]
     left_out: int
     """Documents that sampling or their length has left out."""
+    skipped: int
+    """Files and lines that could not be read."""
     damaged: tuple[str, ...]
-    """Files and lines that could not be read, each with the reason."""
+    """The first hundred of them, each with the reason."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -12,8 +13,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from data_samples import word_tokenizer
-from transformers import AutoTokenizer
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from longrope2.books import read_books
 from longrope2.data import corpus as corpus_module
 from longrope2.data import sources as sources_module
 from longrope2.data.config import Source
@@ -22,6 +25,7 @@ from longrope2.data.corpus import (
     corpus_key,
     default_cache,
     document_marks,
+    encoder_state,
     open_corpus,
     plain_encoder,
     tokenise,
@@ -235,27 +239,96 @@ def test_an_unreadable_file_is_refused(tmp_path, tiny, monkeypatch):
         corpus_key(source, tiny)
 
 
+def trained(model, trainer, pre_tokenizer, normalizer=None):
+    """A small tokenizer of a kind, trained on a book; a normalizer takes the place of what divided its words."""
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizer
+    tokenizer.train_from_iterator(BOOK[:200_000].splitlines(), trainer)
+    if normalizer is not None:
+        tokenizer = Tokenizer(tokenizer.model)
+        tokenizer.normalizer = normalizer
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+BOOK = next(read_books(held_out=False)).text
+LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+KINDS_OF_TOKENIZERS = {
+    "GPT-2": lambda: trained(
+        models.BPE(), trainers.BpeTrainer(vocab_size=800, show_progress=False), pre_tokenizers.ByteLevel(False)
+    ),
+    "Llama 3": lambda: trained(
+        models.BPE(),
+        trainers.BpeTrainer(vocab_size=800, show_progress=False),
+        pre_tokenizers.Sequence(
+            [pre_tokenizers.Split(Regex(LLAMA_3), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+        ),
+    ),
+    "Llama 2": lambda: trained(
+        models.BPE(byte_fallback=True, unk_token="<unk>"),
+        trainers.BpeTrainer(vocab_size=800, show_progress=False, special_tokens=["<unk>"]),
+        pre_tokenizers.Metaspace(),
+        normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]),
+    ),
+    "T5": lambda: trained(
+        models.Unigram(),
+        trainers.UnigramTrainer(vocab_size=800, show_progress=False, special_tokens=["<unk>"], unk_token="<unk>"),
+        pre_tokenizers.Metaspace(prepend_scheme="always"),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_TOKENIZERS)
+def test_a_long_text_has_the_same_tokens_in_pieces(kind, monkeypatch):
+    tokenizer = KINDS_OF_TOKENIZERS[kind]()
+    text = BOOK[100_000:160_000]
+    (whole,) = plain_encoder(tokenizer)([text])
+    given = []
+    real = corpus_module._whole_encoder
+
+    def watched(state):
+        encode = real(state)
+        return lambda texts: given.extend(texts) or encode(texts)
+
+    monkeypatch.setattr(corpus_module, "_whole_encoder", watched)
+    monkeypatch.setattr(corpus_module, "PIECE", 1000)
+    short, pieces = plain_encoder(tokenizer)([text[:900], text])
+    assert pieces.tolist() == whole
+    assert short == real(encoder_state(tokenizer))([text[:900]])[0]
+    assert max(map(len, given)) <= 1000 + corpus_module.CONTEXT
+    # Nowhere to cut: still every character, in the same order.
+    (run,) = plain_encoder(tokenizer)(["word" * 1000])
+    assert re.sub("[ ▁]", "", tokenizer.decode(run)) == "word" * 1000
+
+
 def test_a_hub_dataset_is_known_by_its_commit(tmp_path, monkeypatch):
     import datasets
     import huggingface_hub
 
-    commit = "abc"
+    commit, read = "a" * 40, []
 
     class Hub:
-        def dataset_info(self, name):
-            assert name == "owner/name"
+        def dataset_info(self, name, revision):
+            assert (name, revision) in [("owner/name", None), ("owner/name", "v1.0")]
             if commit is None:
                 raise ConnectionError("no route\nsecond line")
             return type("Info", (), {"sha": commit})
 
     monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
-    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: iter([{"text": text} for text in TEXTS]))
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda *a, **k: read.append(k["revision"]) or iter([{"text": t} for t in TEXTS])
+    )
     source, tokenizer = Source(path="owner/name:test"), word_tokenizer()
     corpus = tokenise(source, tokenizer, tmp_path)
     assert corpus.num_documents == 5
+    assert read == [commit]  # the commit of the key, also where the hub has moved on since
+    assert corpus_key(Source(path="owner/name@v1.0:test"), tokenizer) == corpus.key
+    assert corpus_key(Source(path=f"owner/name@{'b' * 40}:test"), tokenizer) != corpus.key
     assert corpus_key(Source(path="owner/name"), tokenizer) != corpus.key
     assert corpus_key(Source(path="owner/name:test", text_column="summary"), tokenizer) != corpus.key
-    commit = "def"
+    commit = "b" * 40
     assert corpus_key(source, tokenizer) != corpus.key
     commit = None
     with pytest.raises(DataError, match=r"cannot be reached \(no route\)"):

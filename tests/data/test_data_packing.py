@@ -286,6 +286,18 @@ def test_upsampling_prefers_long_documents():
     assert means[1] > means[0] + 3
 
 
+def test_a_plan_that_would_never_end_is_refused():
+    """Also where one source of two has next to nothing."""
+    with pytest.raises(DataError, match=r"its 12 tokens would be repeated [\d,]+ times, at most 10,000"):
+        plan_of([10], rows=10_000, repeat=True, buckets=(Bucket(up_to=16, quota=1),))
+    sources = (Source(path="few"), Source(path="many", weight=3))
+    config = PlanConfig(
+        target_length=TARGET, original_length=ORIGINAL, rows=10_000, repeat=True, buckets=(Bucket(up_to=16, quota=1),)
+    )
+    with pytest.raises(DataError, match=r"source few: its 12 tokens would be repeated 13,333 times"):
+        make_plan(Mix(plan=config, sources=sources), [MemoryCorpus([10]), MemoryCorpus([10] * 5000)], marks=MARKS)
+
+
 def test_a_bucket_that_cannot_be_filled_is_warned_of_or_repeated():
     documents = [10] * 100 + [30] * 100 + [80] * 5
     plan, _ = plan_of(documents, rows=30)
@@ -332,6 +344,7 @@ def test_apportioning_is_exact_and_fair(rows, quotas):
     ("options", "message"),
     [
         ({"target_length": 15}, "target_length must not be below the trained window of 16, got 15"),
+        ({"target_length": 10**30}, "target_length must be at most 2,?147,?483,?647"),
         ({"original_length": 4}, "original_length must be at least 8, got 4"),
         ({"rows": 0}, "not one row wanted"),
         ({"rows": 10**27}, "at most 100,000,000 rows can be planned, got 1,000,000,000,000,000,000,000,000,000"),

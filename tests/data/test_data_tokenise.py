@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from longrope2.books import read_books
 from longrope2.cli import cli
 from longrope2.data import dataset as dataset_module
 from longrope2.data import inputs as inputs_module
+from longrope2.data import storage as storage_module
 from longrope2.data import tokenise as tokenise_module
 from longrope2.data.config import TokeniseConfig, parse_kept
 from longrope2.data.corpus import plain_encoder
@@ -131,6 +133,17 @@ def test_any_number_of_workers_gives_the_same_bytes(tmp_path, texts):
     assert not [name for name, data in content(tmp_path / "one").items() if str(tmp_path).encode() in data]
 
 
+def test_the_largest_shards_are_begun_first(tmp_path, texts):
+    """In the order of the files, one worker would begin the largest when the others have nothing left to do."""
+    for name, count in {"a.jsonl": 5, "b.jsonl.gz": 40, "c.jsonl": 60}.items():
+        write(tmp_path / "in" / name, texts[:count])
+    units = plan_units(find_sources([str(tmp_path / "in")]), 20_000)
+    sizes = {unit.shard: unit.text_bytes for unit in units}
+    _, job = tokenise_module._job("tiny", str(tmp_path / "out"), TokeniseConfig(workers=1))
+    begun = [sizes[shard.shard] for shard in tokenise_module._make(units, job)]
+    assert begun == sorted(begun, reverse=True) != list(sizes.values())
+
+
 def test_a_killed_job_goes_on_with_the_missing_shards(tmp_path, texts):
     source = write(tmp_path / "a.jsonl", texts * 3)
     arguments = ["data", "tokenise", str(source), "--model", "tiny", "--shard-size", "0.05"]
@@ -165,15 +178,18 @@ def test_a_worker_that_dies_is_reported(tmp_path, texts, monkeypatch):
         make([source], tmp_path / "out", shard_size=0.05, workers=2)
 
 
-def test_a_shard_that_is_cut_off_is_made_again(tmp_path, texts):
+def test_a_damaged_shard_is_made_again(tmp_path, texts):
     source = write(tmp_path / "a.jsonl", texts)
-    make([source], tmp_path / "out", shard_size=0.05, workers=1)
+    make([source], tmp_path / "out", shard_size=0.03, workers=1)
     expected = content(tmp_path / "out")
     (tmp_path / "out" / "000001.arrow").write_bytes(b"")
     with pytest.raises(DataError, match=r"000001.arrow: missing or incomplete"):
         documents(tmp_path / "out")
     (tmp_path / "out" / "000002.npy").unlink()
-    make([source], tmp_path / "out", shard_size=0.05, workers=1)
+    for name in ("000003.arrow", "000004.npy"):  # of the same size
+        path = tmp_path / "out" / name
+        path.write_bytes(path.read_bytes()[:-1] + b"x")
+    make([source], tmp_path / "out", shard_size=0.03, workers=1)
     assert content(tmp_path / "out") == expected
 
 
@@ -206,13 +222,14 @@ def damaged_folder(folder, texts):
     write(folder / "f.parquet", texts[60:70])
 
 
-def test_damage_is_named_and_skipped_or_refused(tmp_path, tiny, texts, capsys):
+def test_damage_is_named_and_skipped_or_refused(tmp_path, tiny, texts, capsys, monkeypatch):
     damaged_folder(tmp_path / "in", texts)
     with pytest.raises(DataError, match=r"a.jsonl, byte \d+") as refused:
         make([tmp_path / "in"], tmp_path / "out", workers=1)
     assert "--damaged skip" in refused.value.hint
     record = make([tmp_path / "in"], tmp_path / "out", workers=1, damaged="skip")
     problems = record.shards[0].damaged
+    assert record.shards[0].skipped == len(problems)
     assert [problem.partition(",")[0].partition(":")[0] for problem in problems] == [
         *["a.jsonl"] * 3, "b.jsonl.gz", "c.parquet", "d.jsonl.zst", "e.txt"
     ]  # fmt: skip
@@ -223,6 +240,12 @@ def test_damage_is_named_and_skipped_or_refused(tmp_path, tiny, texts, capsys):
     first = [tiny(text, add_special_tokens=False).input_ids for text in texts[:11]]
     assert encoded[:11] == first
     assert encoded[-10:] == [tiny(text, add_special_tokens=False).input_ids for text in texts[60:70]]
+    monkeypatch.setattr(tokenise_module, "MOST_DAMAGE", 2)
+    few = make([tmp_path / "in"], tmp_path / "few", workers=1, damaged="skip")
+    assert (few.shards[0].skipped, few.shards[0].damaged) == (7, problems[:2])
+    error = capsys.readouterr().err
+    assert error.count("skipped: ") == 2
+    assert "7 files or lines could not be read" in error
     with pytest.raises(DataError, match=r"a.jsonl, byte \d+"):  # what was allowed before is not allowed now
         make([tmp_path / "in"], tmp_path / "out", workers=1)
 
@@ -282,6 +305,22 @@ def test_a_dry_run_forecasts_the_real_one(tmp_path, kind, texts, monkeypatch):
     assert forecast.hours > 0
 
 
+@pytest.mark.parametrize("kind", ["folder", ".jsonl"])
+def test_a_dry_run_knows_files_of_different_documents(tmp_path, kind, texts, monkeypatch):
+    """A small file of short documents must not count as much as a large one of long documents."""
+    book = next(read_books(held_out=False)).text
+    for number, (length, count) in enumerate([(300, 40), (700, 60), (3000, 200)]):
+        write(tmp_path / "in" / f"{number}{kind}", [book[700 * i : 700 * i + length] for i in range(count)])
+    monkeypatch.setattr(tokenise_module, "SAMPLES", 12)
+    monkeypatch.setattr(tokenise_module, "SAMPLE_BYTES", 12_000)
+    config = {"workers": 1, "keep": parse_kept("128:0.2,2k:1")}
+    forecast = forecast_dataset("tiny", [str(tmp_path / "in")], TokeniseConfig(**config))
+    record = make([tmp_path / "in"], tmp_path / "out", **config)
+    (found,) = summary(record)
+    assert abs(forecast.tokens / found.tokens - 1) < 0.15
+    assert abs(forecast.sources[0].documents / found.documents - 1) < 0.15
+
+
 def rows_of(model_plan, cache):
     loader = RowLoader.open(model_plan, cache)
     loader.check()
@@ -306,7 +345,13 @@ def test_files_and_shards_give_the_same_plan(tmp_path, texts, place, monkeypatch
     ahead = RowLoader.open(read, tmp_path / "cache")
     ahead.prepare([0, 1])
     ahead._background.shutdown()
-    assert bool(list((tmp_path / "cache").glob("*/*.arrow"))) == (place != "here")
+    # The shards of these two rows alone are copied.
+    spans = [span for index in (0, 1) for span in read.row(index).spans]
+    needed = {(span.source, ahead._corpora[span.source]._place(span.document)[0]) for span in spans}
+    copies = {path.name for path in (tmp_path / "cache").glob("*/*.arrow")}
+    shards = {ahead._corpora[source].shards[number].shard + ".arrow" for source, number in needed}
+    assert copies == (set() if place == "here" else shards)
+    assert len(needed) < sum(len(corpus.shards) for corpus in ahead._corpora)
     with monkeypatch.context() as patch:
         patch.setattr(dataset_module.Dataset, "_copy", lambda *_: pytest.fail("not copied before"))
         assert len(ahead.row(0).token_ids) == len(ahead.row(1).token_ids) == 512
@@ -316,7 +361,9 @@ def test_files_and_shards_give_the_same_plan(tmp_path, texts, place, monkeypatch
         copies = list((tmp_path / "cache").glob("*/*.arrow"))
         assert copies
         copies[0].write_bytes(b"x" * copies[0].stat().st_size)
-        assert not all(corpus.is_whole() for corpus in RowLoader.open(read, tmp_path / "cache")._corpora)
+        damaged = [corpus for corpus in RowLoader.open(read, tmp_path / "cache")._corpora if not corpus.is_whole()]
+        assert [corpus.remedy for corpus in damaged] == [f"delete {copies[0].parent}: its files are copies, made again "
+                                                         "when needed"]  # fmt: skip
     every = plan_documents("tiny", tmp_path / "c.jsonl", sources=parsed(output), **options)
     assert every.report.sources[0].corpus_documents == len(texts)
 
@@ -358,37 +405,48 @@ def test_sources_that_cannot_be_are_named_together(tmp_path, texts):
     source = write(tmp_path / "a.jsonl", texts[:2])
     with pytest.raises(DataError, match="two sources are called a"):
         find_sources([str(source), str(tmp_path / "*.jsonl") + "", f"a={source}"][::2])
-    with pytest.raises(DataError, match="install the package of fsspec"):
-        find_sources(["abfs://container/x"])
     assert [source.name for source in find_sources([f"{tmp_path}/*.jsonl", f"b={source}"])] == [tmp_path.name, "b"]
 
 
-def test_a_hub_dataset_is_read_at_its_commit(tmp_path, texts, monkeypatch):
-    """With the files that the datasets library finds for the split; here they lie in memory."""
-    import datasets
-    import fsspec
+@pytest.mark.parametrize(
+    ("place", "package", "command"),
+    [
+        ("abfs://container/x", "adlfs", "pip install 'fsspec[abfs]'"),
+        ("gs://bucket/x", "gcsfs", "pip install 'fsspec[gs]'"),
+    ],
+)
+def test_the_package_of_a_store_is_named(place, package, command, monkeypatch):
+    def without(address):
+        raise NotImplementedError("Got GCS URI but Arrow compiled without GCS support")
 
-    write(tmp_path / "a.jsonl", texts[:5])
-    fsspec.filesystem("memory").put_file(str(tmp_path / "a.jsonl"), "/datasets/owner/name@c0ffee/data/a.jsonl")
-    asked = []
+    arrow = SimpleNamespace(FileSystem=SimpleNamespace(from_uri=without))
+    monkeypatch.setattr(storage_module, "require", lambda *_, **__: arrow)
+    with pytest.raises(DataError, match=f"{place}: .*{package}") as missing:
+        find_sources([place])
+    assert missing.value.hint == command
 
-    def builder(name, revision):
-        asked.append((name, revision))
-        files = {"train": ["memory://datasets/owner/name@c0ffee/data/a.jsonl"]}
-        return SimpleNamespace(config=SimpleNamespace(data_files=files))
 
-    identity = {"dataset": "owner/name", "split": "train", "commit": "c0ffee"}
-    monkeypatch.setattr(inputs_module, "hub_identity", lambda _: identity)
-    monkeypatch.setattr(datasets, "load_dataset_builder", builder)
-    (source,) = find_sources(["owner/name:train"])
-    assert asked == [("owner/name", "c0ffee")]
-    assert source.name == "name"
-    assert [(file.name, file.version) for file in source.files] == [("data/a.jsonl", "c0ffee")]
-    make(["owner/name:train"], tmp_path / "out", workers=1)
-    assert len(documents(tmp_path / "out")) == 5
-    monkeypatch.setitem(identity, "split", "test")
-    with pytest.raises(DataError, match="no split 'test'"):
-        find_sources(["owner/name:test"])
+def test_a_store_that_stops_answering_is_not_taken_for_empty(texts, tmp_path, monkeypatch):
+    memory, _ = storage_module.file_system("memory://x")
+    for folder in ("a", "b"):
+        memory.put_file(str(write(tmp_path / "a.jsonl", texts[:2])), f"/answers/{folder}/a.jsonl")
+    assert len(find_sources(["memory://answers"])[0].files) == 2
+    listed = memory.ls
+
+    def ls(path, **options):
+        if path.endswith("/b"):
+            raise OSError("connection reset")
+        return listed(path, **options)
+
+    monkeypatch.setattr(memory, "ls", ls)
+    with pytest.raises(DataError, match=r"memory://answers: cannot be listed \(connection reset\)"):
+        find_sources(["memory://answers"])
+    monkeypatch.setattr(memory, "info", lambda _: ls("/b"))
+    for place in ("memory://answers", "memory://answers/a/a.jsonl"):
+        with pytest.raises(DataError, match="cannot be listed"):
+            find_sources([place])
+    with pytest.raises(DataError, match="memory://out: cannot be listed"):
+        make([tmp_path / "a.jsonl"], "memory://out", workers=1)
 
 
 def test_the_command_shows_what_was_made(tmp_path, texts):
@@ -397,7 +455,14 @@ def test_the_command_shows_what_was_made(tmp_path, texts):
     dry = CliRunner().invoke(cli, [*arguments, "--dry-run"])
     assert "nothing was written" in dry.stdout
     assert not (tmp_path / "out").exists()
-    done = CliRunner().invoke(cli, arguments)
-    assert "over 131,072" in done.stdout
-    record = json.loads(CliRunner().invoke(cli, [*arguments, "--json"]).stdout)
+    done = CliRunner().invoke(cli, [*arguments, "--keep", "128:1,64k:1"])
+    assert done.exit_code == 0, done.stderr
+    record = json.loads((tmp_path / "out" / "dataset.json").read_text())
+    tokens = sum(shard["tokens"] for shard in record["shards"])
+    assert re.search(rf"tokenising, MB 1/1 \[.*taken\] 1 of 1 shards, {tokens:,} tokens, [\d,]+ a second", done.stderr)
+    by_source, by_length = done.stdout.split("tokens by document length")
+    assert f"{tokens:,}" in by_source
+    assert re.search(r"1-128 +129-65,536 +over 65,536", by_length)
+    assert all(f" {count['tokens']:,} " in by_length for count in record["shards"][0]["lengths"])
+    record = json.loads(CliRunner().invoke(cli, [*arguments, "--keep", "128:1,64k:1", "--json"]).stdout)
     assert record["shards"][0]["documents"] == 20

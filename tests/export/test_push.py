@@ -3,13 +3,12 @@
 import base64
 import hashlib
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from click.testing import CliRunner
 from export_samples import ONE_TEMPERATURE, tiny_factors
 
+from hub import Answers, Hub
 from longrope2 import export_model
 from longrope2.cli import cli
 from longrope2.errors import LongRopeError
@@ -18,34 +17,16 @@ from longrope2.export.hub import push
 NAME = "alice/tiny-1k"
 
 
-class Hub(ThreadingHTTPServer):
+class UploadHub(Hub):
     """Speaks as much of the hub's protocol as an upload needs."""
 
     def __init__(self):
-        super().__init__(("127.0.0.1", 0), Answers)
-        self.requests, self.created, self.objects, self.repository = [], None, {}, {}
+        super().__init__(Upload)
+        self.created, self.objects, self.repository = None, {}, {}
         self.accepts = True
 
-    @property
-    def address(self):
-        return f"http://127.0.0.1:{self.server_port}"
 
-
-class Answers(BaseHTTPRequestHandler):
-    def log_message(self, *_):
-        pass
-
-    def answer(self, content, status=200):
-        body = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def body(self):
-        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
-
+class Upload(Answers):
     def do_GET(self):
         self.server.requests.append(self.path)
         if self.headers.get("Authorization") != "Bearer hf_right":
@@ -90,14 +71,12 @@ class Answers(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub(monkeypatch):
-    with Hub() as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with UploadHub() as server:
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.address)
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
         monkeypatch.setenv("HF_TOKEN", "hf_right")
         yield server
-        server.shutdown()
 
 
 @pytest.fixture(scope="module")

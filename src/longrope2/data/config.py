@@ -32,6 +32,8 @@ MIDDLE_EDGE = 100 / 128
 TOP_EDGE = 200 / 128
 SHORTEST = 8
 """Tokens that have room for BOS, EOS and some of a document."""
+LONGEST_ROW = 2**31 - 1
+"""Places in a plan are numbers of 32 bits."""
 MOST_ROWS = 10**8
 """More than any training takes, and than memory holds."""
 UNITS = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
@@ -168,7 +170,9 @@ class PlanConfig:
     """Everything that decides a plan, besides the documents; saved with every plan."""
 
     target_length: Length = option(
-        help="Window to reach, e.g. 128k, which is the length of rows; default: as --config says.", recipe=False
+        help="Window to reach, e.g. 128k, which is the length of rows; default: as --config says.",
+        recipe=False,
+        most=LONGEST_ROW,
     )
     """The trained window itself makes rows of that length: for DroPE, or for positions that are drawn."""
     original_length: Length = option(

@@ -5,6 +5,7 @@ Also what a tokenizer puts around a document.
 
 import hashlib
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from longrope2.books import Book
 from longrope2.codec import opens_with_bos
 from longrope2.console import ProgressLine, say
 from longrope2.data.config import Source
-from longrope2.data.sources import content_bytes, content_identity, read_documents
+from longrope2.data.sources import content_bytes, content_identity, pinned, read_documents
 from longrope2.errors import DataError, counted, require
 from longrope2.files import atomic_path, package_versions
 from longrope2.records import CorpusRecord, Marks
@@ -32,6 +33,11 @@ PLAN_AGAIN = "run `longrope2 data plan` again, which makes that file again"
 BATCH_CHARACTERS = 1 << 22
 BATCH_DOCUMENTS = 1 << 12
 MEGABYTE = 1_000_000
+PIECE = 1 << 20
+"""Characters of a text that a tokenizer is given at a time."""
+LONGEST_WORD, CONTEXT = 4096, 64
+"""Characters before the end of a piece among which a space is looked for, and characters given with the next piece."""
+SPACE = re.compile(r"(?<=\w) (?=\w)")
 
 
 def document_marks(tokenizer: "PreTrainedTokenizerBase") -> Marks:
@@ -59,7 +65,9 @@ def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
     return "sha256:" + hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
-Encoder = Callable[[Sequence[str]], list[list[int]]]
+Tokens = list[int] | NDArray[np.int32]
+"""Of a document."""
+Encoder = Callable[[Sequence[str]], list[Tokens]]
 
 
 def plain_encoder(tokenizer: "PreTrainedTokenizerBase") -> Encoder:
@@ -73,11 +81,42 @@ def encoder_state(tokenizer: "PreTrainedTokenizerBase") -> "str | PreTrainedToke
 
 
 def encoder_of(state: "str | PreTrainedTokenizerBase") -> Encoder:
-    """The encoder of a tokenizer's state."""
+    """The encoder of a tokenizer's state, which takes texts of any length."""
+    encode = _whole_encoder(state)
+
+    def encode_any(texts: Sequence[str]) -> list[Tokens]:
+        if all(len(text) <= PIECE for text in texts):
+            return encode(texts)
+        return [
+            np.concatenate(list(_pieces(text, encode))) if len(text) > PIECE else encode([text])[0] for text in texts
+        ]
+
+    return encode_any
+
+
+def _pieces(text: str, encode: Encoder) -> Iterator[NDArray[np.int32]]:
+    """The tokens of a long text piece by piece, as they are in the whole."""
+    start = 0
+    while start < len(text):
+        end = min(start + PIECE, len(text))
+        if end < len(text):
+            # Before a space between two words, which no tokenizer joins to the word before it.
+            spaces = list(SPACE.finditer(text, max(end - LONGEST_WORD, start + 1), end))
+            end = spaces[-1].start() if spaces else end
+        # Some tokenizers put a space before the first word they are given: that one is cut off again.
+        words = text[max(start - CONTEXT, 0) : start]
+        (before,), (whole,) = encode([words]), encode([words + text[start:end]])
+        follows = whole[: len(before)] == before
+        yield np.asarray(whole[len(before) :] if follows else encode([text[start:end]])[0], dtype=np.int32)
+        start = end
+
+
+def _whole_encoder(state: "str | PreTrainedTokenizerBase") -> Encoder:
+    """The same for texts that are not too long: a tokenizer takes a hundred times the memory of its text."""
     if not isinstance(state, str):
         tokenizer = state
 
-        def encode_slowly(texts: Sequence[str]) -> list[list[int]]:
+        def encode_slowly(texts: Sequence[str]) -> list[Tokens]:
             options: dict[str, Any] = {"add_special_tokens": False, "split_special_tokens": True}
             return [tokenizer(text, verbose=False, **options).input_ids for text in texts]
 
@@ -92,7 +131,7 @@ def encoder_of(state: "str | PreTrainedTokenizerBase") -> Encoder:
     # A text that contains "<s>" means the three characters, not the special token.
     backend.encode_special_tokens = True
 
-    def encode(texts: Sequence[str]) -> list[list[int]]:
+    def encode(texts: Sequence[str]) -> list[Tokens]:
         # Without offsets, which are not needed here, it is 1.7 times as fast.
         return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
@@ -147,6 +186,11 @@ class Corpus:
         """Whether every byte is as it was written; reads the whole file."""
         return _checksum(self.path) == _record(self.key, self.path.parent).crc32
 
+    @property
+    def remedy(self) -> str:
+        """What to do where it is damaged."""
+        return PLAN_AGAIN
+
     @cached_property
     def _table(self) -> Any:
         arrow = require("pyarrow", extra="train", purpose="a tokenised corpus")
@@ -184,6 +228,7 @@ def corpus_key(source: Source, tokenizer: "PreTrainedTokenizerBase") -> str:
 def tokenise(source: Source, tokenizer: "PreTrainedTokenizerBase", cache: Path | None = None) -> Corpus:
     """The tokenised source, from the cache where it is whole there; otherwise made now, with progress."""
     cache = cache or default_cache()
+    source = pinned(source)
     key = corpus_key(source, tokenizer)
     try:
         corpus = open_corpus(key, cache)
@@ -259,14 +304,14 @@ def _write_arrow(source: Source, tokenizer: "PreTrainedTokenizerBase", path: Pat
 
 
 @contextmanager
-def writing_tokens(path: Path) -> Iterator[Callable[[Sequence[Book], Sequence[Sequence[int]]], None]]:
+def writing_tokens(path: Path) -> Iterator[Callable[[Sequence[Book], Sequence[Tokens]], None]]:
     """A function that adds some documents and their tokens to a new Arrow file, as one record batch."""
     arrow = require("pyarrow", extra="train", purpose="a tokenised corpus")
     schema = arrow.schema(
         [("tokens", arrow.list_(arrow.int32())), ("title", arrow.string()), ("source", arrow.string())]
     )
 
-    def write(books: Sequence[Book], encoded: Sequence[Sequence[int]]) -> None:
+    def write(books: Sequence[Book], encoded: Sequence[Tokens]) -> None:
         offsets = np.cumsum([0, *map(len, encoded)], dtype=np.int32)
         values = np.concatenate([np.asarray(ids, dtype=np.int32) for ids in encoded])
         columns = [

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from longrope2.data.config import Source
 from longrope2.data.corpus import Corpus, default_cache, open_corpus, tokenise, tokenizer_fingerprint
-from longrope2.data.storage import URL, Folder
+from longrope2.data.storage import READERS, URL, Folder
 from longrope2.errors import DataError
 from longrope2.files import atomic_path, file_digest, write_text
 from longrope2.records import DatasetRecord, Shard
@@ -25,8 +25,6 @@ DATASET = "dataset.json"
 SELECTED = re.compile(r"(?P<place>.+):(?P<name>[\w.-]+)")
 OPEN_SHARDS = 64
 """Shards that are kept open: each takes a file handle and addresses, but hardly any memory."""
-READERS = 16
-"""Files of lengths that are read from a store at a time."""
 AGAIN = "run `longrope2 data tokenise` again, which makes what is missing"
 
 
@@ -70,6 +68,11 @@ class Dataset(Corpus):
         return all(file_digest(path) == shard.digest for path, shard in here if self.is_local or path.exists())
 
     @property
+    def remedy(self) -> str:
+        """What to do where it is damaged: make the shards again, or copy them again."""
+        return AGAIN if self.is_local else f"delete {self.path}: its files are copies, made again when needed"
+
+    @property
     def is_local(self) -> bool:
         """Whether its shards need not be copied."""
         return self.folder.local is not None
@@ -101,7 +104,7 @@ class Dataset(Corpus):
         with atomic_path(path) as partial:
             self.folder.fetch(path.name, partial)
             if file_digest(partial) != shard.digest:
-                raise DataError(f"{self.folder.place}/{path.name}: damaged", hint=AGAIN)
+                raise DataError(f"{self.folder.place}/{path.name}: damaged", hint=f"delete it, and {AGAIN}")
 
     def _lengths(self, shard: Shard) -> NDArray[np.uint32]:
         name = f"{shard.shard}.npy"

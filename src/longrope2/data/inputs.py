@@ -4,11 +4,14 @@ import gzip
 import io
 import re
 import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from itertools import chain, pairwise, repeat
 from pathlib import Path, PurePosixPath
 from typing import Any
+
+from fsspec.utils import glob_translate
 
 from longrope2.books import (
     HUB_ID,
@@ -21,7 +24,7 @@ from longrope2.books import (
     parse_line,
 )
 from longrope2.data.sources import hub_identity
-from longrope2.data.storage import URL, file_system
+from longrope2.data.storage import READERS, URL, file_system, files_below, url_of
 from longrope2.errors import DataError, all_problems, damage, first_line, require
 from longrope2.files import MOST_BYTES, fingerprint
 
@@ -63,6 +66,8 @@ class InputSource:
 
     name: str
     files: tuple[InputFile, ...]
+    hub: Mapping[str, str] = field(default_factory=dict)
+    """Of what lies on the hub: dataset, split where one is named, and commit."""
 
     def identity(self) -> dict[str, Any]:
         """What distinguishes this content from any other, without reading it."""
@@ -70,6 +75,7 @@ class InputSource:
             "files": len(self.files),
             "bytes": sum(file.size for file in self.files),
             "digest": fingerprint([[file.name, file.size, file.version] for file in self.files]),
+            **self.hub,
         }
 
 
@@ -102,15 +108,24 @@ class Unit:
         """Of the files that it takes up."""
         return sum(portion.bytes for portion in self.portions)
 
+    @property
+    def text_bytes(self) -> int:
+        """Bytes of text, about."""
+        return sum(portion.text_bytes for portion in self.portions)
 
-def find_sources(texts: Sequence[str]) -> list[InputSource]:
-    """Sources as on the command line, PATH or NAME=PATH; without a name the last part of the path is theirs."""
+
+def find_sources(texts: Sequence[str], commits: Mapping[str, str] | None = None) -> list[InputSource]:
+    """Sources as on the command line, PATH or NAME=PATH; without a name the last part of the path is theirs.
+
+    `commits` are those at which to read sources of the hub, by name; by default the newest ones.
+    """
     found, problems = [], []
     for text in texts:
         match = NAMED.fullmatch(text)
         name, path = (match["name"], match["path"]) if match else ("", text)
+        name = name or _default_name(path)
         try:
-            found.append(InputSource(name or _default_name(path), tuple(_find_files(path))))
+            found.append(InputSource(name, *_find_files(path, (commits or {}).get(name))))
         except DataError as error:
             problems.append(error)
     if problems:
@@ -127,28 +142,54 @@ def _default_name(path: str) -> str:
     return SUFFIX.sub("", plain[-1]) if plain else path
 
 
-def _find_files(path: str) -> list[InputFile]:
-    system, root = file_system(path)
+Found = tuple[tuple[InputFile, ...], Mapping[str, str]]
+"""The files of a source, and where they lie on the hub."""
+
+
+def _find_files(path: str, commit: str | None) -> Found:
+    hub: Mapping[str, str] = {}
     with damage(f"{path}: cannot be listed", hint="check the address and the credentials", kind=DataError):
-        if "*" in root:
-            entries = system.glob(root, detail=True)
-        elif system.isdir(root):
-            entries = system.find(root, detail=True)
-        elif system.isfile(root):
-            entries = {root: system.info(root)}
-        elif URL.fullmatch(path) is None and HUB_ID.fullmatch(path):
-            return _hub_files(path)
+        system, root = file_system(path)
+        try:
+            if path.startswith("hf://"):
+                root, hub = _pinned(system, path, commit)
+            folder = str(PurePosixPath(root.partition("*")[0] + "x").parent) if "*" in root else root
+            # Not isdir() and isfile(), for which a store that does not answer has neither.
+            is_folder = system.info(folder)["type"] == "directory"
+        except (FileNotFoundError, NotADirectoryError) as error:
+            if URL.fullmatch(path) is None and HUB_ID.fullmatch(path):
+                return _hub_files(path, commit)
+            raise DataError(f"{path}: no such file or folder", hint=f"give {KINDS}") from error
+        if is_folder:
+            depth = root.removeprefix(folder).count("/") if "*" in root and "**" not in root else None
+            matches = re.compile(glob_translate(root)).match if "*" in root else bool
+            entries = [entry for entry in files_below(system, folder, depth) if matches(entry["name"])]
         else:
-            raise DataError(f"{path}: no such file or folder", hint=f"give {KINDS}")
-    base = PurePosixPath(root if system.isdir(root) else PurePosixPath(root.partition("*")[0] + "x").parent)
-    files = [_file(system, entry, str(PurePosixPath(name).relative_to(base))) for name, entry in entries.items()]
-    return _usable(files, path)
+            entries, folder = [system.info(root)], str(PurePosixPath(root).parent)
+    files = [
+        _file(entry, str(PurePosixPath(entry["name"]).relative_to(folder)), url_of(entry["name"], system, path))
+        for entry in entries
+    ]
+    return _usable([replace(file, version=hub.get("commit", file.version)) for file in files], path), hub
 
 
-def _hub_files(name: str) -> list[InputFile]:
-    """The files of a hub dataset's split, at the commit that is the newest now."""
+def _pinned(system: Any, path: str, commit: str | None) -> tuple[str, Mapping[str, str]]:
+    """A path of hf:// at one commit, and what to record of it."""
+    place = system.resolve_path(path)
+    if not hasattr(place, "repo_id"):
+        return place.unresolve(), {}  # a bucket, which has no commits
+    from huggingface_hub import HfApi
+
+    commit = commit or HfApi().repo_info(place.repo_id, repo_type=place.repo_type, revision=place.revision).sha
+    kind = {"dataset": "datasets/", "space": "spaces/"}.get(place.repo_type, "")
+    root = f"{kind}{place.repo_id}@{commit}/{place.path_in_repo}".rstrip("/")
+    return root, {"dataset": f"{kind}{place.repo_id}".removeprefix("datasets/"), "commit": str(commit)}
+
+
+def _hub_files(name: str, commit: str | None) -> Found:
+    """The files of a hub dataset's split, at a commit: by default the one that is the newest now."""
     datasets = require("datasets", extra="eval", purpose="reading a hub dataset")
-    identity = hub_identity(name)
+    identity = hub_identity(name, commit)
     where, split = f"{name} at {identity['commit']}", identity["split"]
     with damage(f"{where}: cannot be read", hint="check the spelling and the connection", kind=DataError):
         builder = datasets.load_dataset_builder(identity["dataset"], revision=identity["commit"])
@@ -159,20 +200,20 @@ def _hub_files(name: str) -> list[InputFile]:
         for url in map(str, splits[split]):
             system, path = file_system(url)
             inside = url.partition("@")[2].partition("/")[2] or PurePosixPath(url).name
-            files.append(replace(_file(system, system.info(path), inside), url=url, version=identity["commit"]))
-    return _usable(files, name)
+            files.append(replace(_file(system.info(path), inside, url), version=identity["commit"]))
+    return _usable(files, name), identity
 
 
-def _file(system: Any, entry: dict[str, Any], name: str) -> InputFile:
+def _file(entry: dict[str, Any], name: str, url: str) -> InputFile:
     version = next((str(entry[key]) for key in ("ETag", "etag", "md5Hash", "mtime") if entry.get(key)), "")
-    return InputFile(name, system.unstrip_protocol(entry["name"]), int(entry["size"] or 0), version)
+    return InputFile(name, url, int(entry["size"] or 0), version)
 
 
-def _usable(files: Sequence[InputFile], path: str) -> list[InputFile]:
+def _usable(files: Sequence[InputFile], path: str) -> tuple[InputFile, ...]:
     known = sorted((file for file in files if SUFFIX.search(file.name)), key=lambda file: file.name.split("/"))
     if not known:
         raise DataError(f"{path}: none of {len(files):,} files there can be read", hint=f"give {KINDS}")
-    return known
+    return tuple(known)
 
 
 def plan_units(sources: Sequence[InputSource], shard_bytes: int) -> list[Unit]:
@@ -183,17 +224,17 @@ def plan_units(sources: Sequence[InputSource], shard_bytes: int) -> list[Unit]:
         if portions:
             units.append(Unit(f"{len(units):06}", source, tuple(portions)))
 
-    for source in sources:
-        gathered: list[Portion] = []
-        size = 0
-        for file in source.files:
-            for portion in _split(file, shard_bytes):
+    with ThreadPoolExecutor(READERS) as pool:
+        for source in sources:
+            gathered: list[Portion] = []
+            size = 0
+            for portion in chain.from_iterable(pool.map(_split, source.files, repeat(shard_bytes))):
                 if gathered and size + portion.text_bytes > shard_bytes:
                     close(source.name, gathered)
                     gathered, size = [], 0
                 gathered.append(portion)
                 size += portion.text_bytes
-        close(source.name, gathered)
+            close(source.name, gathered)
     return units
 
 
@@ -244,6 +285,7 @@ class PortionReader:
     def _text(self, raw: Any) -> Iterator[Book | DataError]:
         file = self._portion.file
         check_text_size(file.size, file.name)
+        self.consumed = self._portion.bytes
         yield book_of_text(raw.read(), PurePosixPath(file.name).stem, file.name)
 
     def _lines(self, raw: Any) -> Iterator[Book | DataError]:
@@ -256,13 +298,14 @@ class PortionReader:
         if begin:
             lines.seek(place)  # the byte before: where it ends a line, the first line begins right here
             place += _skip_line(lines)
+        first = place
         while is_whole or place < end:
             where = f"{self._portion.file.name}, byte {place}"
             line = lines.readline(MOST_BYTES + 1)
             if not line:
                 return
             place += len(line)
-            self.consumed = min(max(raw.tell() - begin - ahead, 0), self._portion.bytes)
+            self.consumed = min(max(raw.tell() - first - ahead, 0), self._portion.bytes)
             if len(line) > MOST_BYTES:
                 place += _skip_line(lines)
                 yield DataError(f"{where}: a line of more than {MOST_BYTES:,} bytes", hint="split the document")

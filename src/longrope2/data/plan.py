@@ -34,6 +34,8 @@ from longrope2.options import build
 from longrope2.records import Composition, Marks, PlanHeader, PlanLine, parse
 
 MAKE = "`longrope2 data plan` makes a plan"
+MOST_REPETITIONS = 10_000
+"""Of a document in a plan: nobody learns from more, and a plan of them would never end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,6 +207,8 @@ def _fill(
                 wanted[number] = share
         warnings = _limits(config, have, wanted, [_cut(bucket, sources, pieces) for bucket in config.buckets])
     draws = [Draw(number, sources, pieces, config) for number in numbers]
+    if config.repeat:
+        _check_repetition(config, sources, draws, wanted)
     packed = [pack(draws[number], number, wanted[number], marks, config) for number in numbers]
     for number, bucket in enumerate(config.buckets):
         rows, available = len(packed[number]), sum(draws[number].available.values())
@@ -215,6 +219,22 @@ def _fill(
                 f"(add documents of that length, or use --repeat{_cut(bucket, sources, pieces)})"
             )
     return draws, packed, wanted, warnings
+
+
+def _check_repetition(
+    config: PlanConfig, sources: Sequence[Source], draws: Sequence[Draw], wanted: Sequence[int]
+) -> None:
+    """Refuse a plan that would go through the same few documents without end."""
+    for draw, rows in zip(draws, wanted, strict=True):
+        weights = sum(sources[number].weight for number in draw.available)
+        for number, tokens in draw.available.items():
+            times = rows * config.target_length * sources[number].weight / weights / tokens
+            if times > MOST_REPETITIONS:
+                raise DataError(
+                    f"source {sources[number].label}: its {tokens:,} tokens would be repeated {times:,.0f} times, "
+                    f"at most {MOST_REPETITIONS:,} are allowed",
+                    hint="add documents, or ask for fewer or shorter rows",
+                )
 
 
 def _cut(bucket: Bucket, sources: Sequence[Source], pieces: Sequence[Pieces]) -> str:

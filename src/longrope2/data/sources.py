@@ -1,13 +1,17 @@
 """Where training documents come from, and what identifies its content."""
 
 import hashlib
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from longrope2.books import HUB_ID, Book, package_manifest, read_books
 from longrope2.data.config import PACKAGE_BOOKS, Source
 from longrope2.errors import DataError
+
+COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def read_documents(source: Source) -> Iterator[Book]:
@@ -57,15 +61,28 @@ def _is_package(source: Source) -> bool:
     return source.path == PACKAGE_BOOKS
 
 
-def hub_identity(name: str) -> dict[str, Any]:
-    """The newest commit of a hub dataset."""
+def pinned(source: Source) -> Source:
+    """The same source; one of the hub at the commit that is the newest now, whatever happens there meanwhile."""
+    if _is_package(source) or Path(source.path).expanduser().exists():
+        return source
+    identity = hub_identity(source.path)
+    if "commit" not in identity:
+        return source
+    return replace(source, path="{dataset}@{commit}:{split}".format(**identity), name=source.label)
+
+
+def hub_identity(name: str, commit: str | None = None) -> dict[str, Any]:
+    """A hub dataset and split at a commit: by default the newest one, or that of the revision in the name."""
     from huggingface_hub import HfApi
 
     match = HUB_ID.fullmatch(name)
     if match is None:
         return {"unknown": name}  # read_books says what is wrong with it
+    revision = match["revision"]
+    if commit is None and revision is not None and COMMIT.fullmatch(revision):
+        commit = revision
     try:
-        commit = HfApi().dataset_info(match["name"]).sha
+        commit = commit or HfApi().dataset_info(match["name"], revision=revision).sha
     # Anything may come up from the network or the hub.
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]

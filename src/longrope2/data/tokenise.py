@@ -10,8 +10,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from longrope2.books import Book
 from longrope2.console import ProgressLine, roughly, say, warn
@@ -37,8 +38,8 @@ from longrope2.data.corpus import (
 )
 from longrope2.data.dataset import DATASET
 from longrope2.data.inputs import InputSource, Portion, PortionReader, Unit, find_sources, plan_units
-from longrope2.data.storage import Folder
-from longrope2.errors import DataError, LongRopeError, require
+from longrope2.data.storage import READERS, Folder
+from longrope2.errors import DataError, LongRopeError, first_line, require
 from longrope2.files import file_digest, package_versions
 from longrope2.models import describe, load_tokenizer
 from longrope2.options import identity
@@ -53,8 +54,10 @@ SHOWN_LENGTHS = (8192, 32768, 131072)
 MOST_TOKENS_PER_BYTE, SPARE_TOKENS = 2, 64
 """More tokens for a byte of text than any language has: so many a document can be left out before it is tokenised."""
 MOST_DAMAGE = 100
-"""Problems of a shard that its record lists."""
-SAMPLES, SAMPLE_BYTES = 24, 500_000
+"""Problems that the record of a shard lists, and that a job shows at its end."""
+RETRIES = 20
+"""Of a shard whose process or node is lost, on Ray: more often, the shard itself is the likely cause."""
+SAMPLES, SAMPLE_BYTES = 48, 500_000
 """Places of a source that a forecast reads, and the text it reads at each."""
 
 Report = Callable[[int, int], None]
@@ -105,12 +108,19 @@ class _Counts:
     lengths: list[int]
     left_out: int
     damaged: list[str]
+    skipped: int = 0
 
-    def add(self, books: Sequence[Book], encode: Encoder) -> tuple[list[Book], list[list[int]]]:
+    def skip(self, problem: str) -> None:
+        """Count what cannot be read."""
+        self.skipped += 1
+        if self.skipped <= MOST_DAMAGE:
+            self.damaged.append(problem)
+
+    def add(self, books: Sequence[Book], encode: Encoder) -> tuple[list[Book], list[NDArray[np.int32]]]:
         """The documents among these that are kept, and their tokens."""
         hopeful = [book for book in books if not self.job.config.keep or not self.job.is_hopeless(book.text)]
-        # One by one: other processes have the other cores.
-        encoded = [encode([book.text])[0] for book in hopeful]
+        # One by one: other processes have the other cores. As arrays: a list takes ten times the memory of its tokens.
+        encoded = [np.asarray(encode([book.text])[0], dtype=np.int32) for book in hopeful]
         kept = [
             (book, ids) for book, ids in zip(hopeful, encoded, strict=True) if self.job.is_kept(book.text, len(ids))
         ]
@@ -160,6 +170,7 @@ def write_shard(unit: Unit, job: Job, report: Report = lambda *_: None) -> Shard
         lengths_digest=lengths_digest,
         lengths=counts.by_length(),
         left_out=counts.left_out,
+        skipped=counts.skipped,
         damaged=tuple(counts.damaged),
     )
     with output.writing(f"{unit.shard}.json") as path:
@@ -182,7 +193,7 @@ def _read(unit: Unit, job: Job, counts: _Counts) -> Iterator[tuple[int, list[Boo
                 elif job.config.damaged == "refuse":
                     raise DataError(found.message, hint=f"{found.hint}, or use --damaged skip")
                 else:
-                    counts.damaged.append(found.message)
+                    counts.skip(found.message)
             before += portion.bytes
             place[0] = before
 
@@ -199,8 +210,11 @@ def _encoder(tokenizer: "str | PreTrainedTokenizerBase") -> Encoder:
 def tokenise_sources(model: str, sources: Sequence[str], output: str, config: TokeniseConfig) -> DatasetRecord:
     """Write a dataset, or what is missing of it."""
     tokenizer, job = _job(model, output, config)
-    found = find_sources(sources)
     folder = Folder(output)
+    # A source of the hub is read to the end at the commit at which it was begun.
+    before = _record(folder)
+    commits = {name: facts["commit"] for name, facts in before.sources.items() if "commit" in facts} if before else {}
+    found = find_sources(sources, commits)
     run = RunFolder(folder.local, "data tokenise", "writing a dataset", (DATASET,))
     run.check()
     with run.alone():
@@ -221,11 +235,11 @@ def tokenise_sources(model: str, sources: Sequence[str], output: str, config: To
         if not any(shard.tokens for shard in record.shards):
             raise DataError("no document was kept", hint="check --keep and the files")
         _save(folder, record)
-    damaged = sum(len(shard.damaged) for shard in record.shards)
+    skipped = sum(shard.skipped for shard in record.shards)
     for problem in [problem for shard in record.shards for problem in shard.damaged][:MOST_DAMAGE]:
         warn(f"skipped: {problem}")
-    if damaged:
-        warn(f"{damaged:,} files or lines could not be read and were skipped")
+    if skipped:
+        warn(f"{skipped:,} files or lines could not be read and were skipped")
     return record
 
 
@@ -233,19 +247,28 @@ def _job(model: str, output: str, config: TokeniseConfig) -> tuple[str, Job]:
     """The fingerprint of a model's tokenizer, and what workers need."""
     tokenizer = load_tokenizer(describe(model))
     marks = document_marks(tokenizer).size(0, ends=True)
+    here = Folder(output).local
+    # Absolute, for workers on Ray may have another working directory.
+    place = output if here is None else str(here.absolute())
     return tokenizer_fingerprint(tokenizer), Job(
-        output=output, tokenizer=encoder_state(tokenizer), marks=marks, config=config
+        output=place, tokenizer=encoder_state(tokenizer), marks=marks, config=config
     )
+
+
+def _record(folder: Folder) -> DatasetRecord | None:
+    """What a folder says of the dataset that was begun there."""
+    if DATASET not in folder.sizes():
+        return None
+    with folder.reading(DATASET) as path:
+        return DatasetRecord.load(path, hint="delete the folder, or name another")
 
 
 def _begun(folder: Folder, record: DatasetRecord, units: Sequence[Unit], config: TokeniseConfig) -> dict[str, Shard]:
     """The shards that are whole; a dataset of other inputs or options is refused."""
-    names = folder.names()
-    if DATASET not in names:
+    before = _record(folder)
+    if before is None:
         _save(folder, record)
         return {}
-    with folder.reading(DATASET) as path:
-        before = DatasetRecord.load(path, hint="delete the folder, or name another")
     now = {name: getattr(record, name) for name in ("tokenizer", "config", "sources")}
     require_same(
         {name: getattr(before, name) for name in now},
@@ -254,17 +277,30 @@ def _begun(folder: Folder, record: DatasetRecord, units: Sequence[Unit], config:
         hint="use another folder, or the same options as before",
         error=DataError,
     )
-    listed = {shard.shard: shard for shard in before.shards}
-    whole = {}
-    for unit in units:
-        files = {f"{unit.shard}{suffix}" for suffix in (".arrow", ".npy", ".json")}
-        if files <= names:
-            with suppress(LongRopeError), folder.reading(f"{unit.shard}.json") as path:
-                shard = listed.get(unit.shard) or Shard(**vars(ShardRecord.load(path)))
-                is_allowed = config.damaged == "skip" or not shard.damaged
-                if is_allowed and folder.size(f"{unit.shard}.arrow") == shard.bytes:
-                    whole[unit.shard] = shard
-    return whole
+    listed, sizes = {shard.shard: shard for shard in before.shards}, folder.sizes()
+
+    def found(unit: Unit) -> Shard | None:
+        shard = listed.get(unit.shard)
+        with suppress(LongRopeError, FileNotFoundError):
+            if shard is None:
+                with folder.reading(f"{unit.shard}.json") as path:
+                    shard = Shard(**vars(ShardRecord.load(path)))
+            is_allowed = config.damaged == "skip" or not shard.skipped
+            return shard if is_allowed and _is_whole(folder, shard, sizes) else None
+        return None
+
+    with ThreadPoolExecutor(READERS) as pool:
+        return {shard.shard: shard for shard in pool.map(found, units) if shard is not None}
+
+
+def _is_whole(folder: Folder, shard: Shard, sizes: Mapping[str, int]) -> bool:
+    """Whether a shard is as it was written: by every byte if it is on this machine, by size if it is in a store."""
+    arrow, lengths, record = (f"{shard.shard}{suffix}" for suffix in (".arrow", ".npy", ".json"))
+    if sizes.get(arrow) != shard.bytes or lengths not in sizes or record not in sizes:
+        return False
+    here = folder.local
+    digests = {arrow: shard.digest, lengths: shard.lengths_digest}
+    return here is None or all(file_digest(here / name) == digest for name, digest in digests.items())
 
 
 def _save(folder: Folder, record: DatasetRecord) -> None:
@@ -301,7 +337,9 @@ class _Progress:
 def _make(units: Sequence[Unit], job: Job) -> Iterator[Shard]:
     """The shards of some units in the order they are ready, with progress."""
     progress = _Progress(units)
-    for shard in (_on_ray if job.config.engine == "ray" else _on_this_machine)(units, job, progress):
+    # Largest first: a large one begun last would keep one worker busy while the others have nothing left to do.
+    largest_first = sorted(units, key=lambda unit: -unit.text_bytes)
+    for shard in (_on_ray if job.config.engine == "ray" else _on_this_machine)(largest_first, job, progress):
         progress.shard()
         yield shard
 
@@ -365,17 +403,18 @@ def _on_ray(units: Sequence[Unit], job: Job, report: Report) -> Iterator[Shard]:
         # The cluster of this machine or of RAY_ADDRESS; where there is none, Ray starts one here.
         ray.init(include_dashboard=False, log_to_driver=False, logging_level="warning")
     try:
-        workers = job.config.workers or max(1, int(ray.cluster_resources().get("CPU", 1)))
-        task = ray.remote(num_cpus=1, max_retries=-1)(write_shard)
+        task = ray.remote(num_cpus=1, max_retries=RETRIES)(write_shard)
         shared = ray.put(job)
         waiting, running = list(reversed(units)), dict[Any, Unit]()
         while waiting or running:
+            # Asked each time: nodes come and go.
+            workers = job.config.workers or max(1, int(ray.cluster_resources().get("CPU", 1)))
             while waiting and len(running) < workers:
                 unit = waiting.pop()
                 running[task.remote(unit, shared)] = unit
             (ready,), _ = ray.wait(list(running), num_returns=1)
             unit = running.pop(ready)
-            shard = _ray_result(ray, ready)
+            shard = _ray_result(ray, ready, unit)
             report(unit.bytes, shard.tokens)
             yield shard
     finally:
@@ -383,13 +422,18 @@ def _on_ray(units: Sequence[Unit], job: Job, report: Report) -> Iterator[Shard]:
             ray.shutdown()
 
 
-def _ray_result(ray: Any, ready: Any) -> Shard:
+def _ray_result(ray: Any, ready: Any, unit: Unit) -> Shard:
     try:
         return ray.get(ready)
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, LongRopeError):
             raise error.cause from None
         raise
+    except ray.exceptions.RayError as error:
+        raise LongRopeError(
+            f"shard {unit.shard}: its process has died {RETRIES + 1} times ({first_line(error)})",
+            hint="check the memory of the nodes; the same command makes the missing shards",
+        ) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -435,51 +479,69 @@ def forecast_dataset(model: str, sources: Sequence[str], config: TokeniseConfig)
 def _forecast(source: InputSource, job: Job) -> tuple[SourceSummary, float]:
     """What a source will give, and the seconds it will take one worker."""
     total = sum(file.size for file in source.files)
-    counts = _Counts(job, [], 0, [])
     encode = _encoder(job.tokenizer)
-    read = strings = 0
-    began = time.monotonic()
-    for portion in _samples(source, total):
-        reader = PortionReader(portion, job.config.text_column)
-        size = 0
-        for book in reader:
-            if isinstance(book, Book):
-                kept, _ = counts.add([book], encode)
-                strings += sum(len(each.title) + len(each.source) + 12 for each in kept)
-                size += len(book.text)
-            if size >= SAMPLE_BYTES and total > SAMPLES * SAMPLE_BYTES:
-                break
-        read += reader.consumed
-    scale = total / max(read, 1)
-    seconds = (time.monotonic() - began) * scale
-    tokens = sum(counts.lengths)
+    is_all = total <= SAMPLES * SAMPLE_BYTES
     found = SourceSummary(
-        source=source.name,
-        files=len(source.files),
-        input_bytes=total,
-        documents=round(len(counts.lengths) * scale),
-        tokens=round(tokens * scale),
-        lengths=tuple(
-            LengthCount(up_to=count.up_to, documents=round(count.documents * scale), tokens=round(count.tokens * scale))
-            for count in counts.by_length()
-        ),
-        left_out=round(counts.left_out * scale),
-        bytes=round((4 * tokens + strings) * scale),
-    )
+        source=source.name, files=len(source.files), input_bytes=total, documents=0, tokens=0, left_out=0, bytes=0,
+        lengths=_Counts(job, [], 0, []).by_length(),
+    )  # fmt: skip
+    seconds = 0.0
+    for stands_for, portions in [(total, _portions(source, total))] if is_all else _samples(source, total):
+        counts = _Counts(job, [], 0, [])
+        read = strings = 0
+        began = time.monotonic()
+        for portion in portions:
+            reader = PortionReader(portion, job.config.text_column)
+            size = 0
+            for book in reader:
+                if isinstance(book, Book):
+                    kept, _ = counts.add([book], encode)
+                    strings += sum(len(each.title) + len(each.source) + 12 for each in kept)
+                    size += len(book.text)
+                if size >= SAMPLE_BYTES and not is_all:
+                    break
+            read += reader.consumed
+        scale = stands_for / max(read, 1)
+        seconds += (time.monotonic() - began) * scale
+        found = replace(
+            found,
+            documents=found.documents + round(len(counts.lengths) * scale),
+            tokens=found.tokens + round(sum(counts.lengths) * scale),
+            lengths=tuple(
+                replace(
+                    before,
+                    documents=before.documents + round(count.documents * scale),
+                    tokens=before.tokens + round(count.tokens * scale),
+                )
+                for before, count in zip(found.lengths, counts.by_length(), strict=True)
+            ),
+            left_out=found.left_out + round(counts.left_out * scale),
+            bytes=found.bytes + round((4 * sum(counts.lengths) + strings) * scale),
+        )
     return found, seconds
 
 
-def _samples(source: InputSource, total: int) -> list[Portion]:
-    """Portions spread evenly over a source; all of them where it is small.
+def _portions(source: InputSource, size: int) -> list[Portion]:
+    return [portion for unit in plan_units([source], max(size, 1)) for portion in unit.portions]
 
-    Evenly over the portions, not their bytes: a text file is a document, and long ones must not come more often.
-    """
-    units = plan_units([source], max(total // SAMPLES, 1))
-    portions = [portion for unit in units for portion in unit.portions]
-    if total <= SAMPLES * SAMPLE_BYTES:
-        return portions
-    places = np.unique(((np.arange(SAMPLES) + 0.5) * len(portions) / SAMPLES).astype(int))
-    return [portions[place] for place in places]
+
+def _samples(source: InputSource, total: int) -> Iterator[tuple[float, list[Portion]]]:
+    """Portions spread over a source, each time with the bytes that they stand for."""
+    every = _portions(source, total // SAMPLES)
+    texts = [portion for portion in every if portion.file.kind == "txt"]
+    if texts:
+        # Evenly over the files, not their bytes: each is a document, and long ones must not come more often.
+        size = sum(portion.bytes for portion in texts)
+        begins = (np.arange(SAMPLES) * len(texts) / SAMPLES).astype(int)
+        chosen = {begin + place for begin in begins for place in range(max(SAMPLE_BYTES * len(texts) // size, 1))}
+        yield size, [texts[place] for place in sorted(chosen) if place < len(texts)]
+    others = [portion for portion in every if portion.file.kind != "txt"]
+    if others:
+        # Evenly over the bytes: a small file of short documents counts less than a large one of long documents.
+        ends = np.cumsum([portion.bytes for portion in others])
+        places = (np.arange(SAMPLES) + 0.5) / SAMPLES * ends[-1]
+        found, times = np.unique(np.searchsorted(ends, places, side="right"), return_counts=True)
+        yield from ((count * ends[-1] / SAMPLES, [others[place]]) for place, count in zip(found, times, strict=True))
 
 
 def summary_tables(sources: Sequence[SourceSummary]) -> tuple[Table, Table]:

@@ -301,7 +301,7 @@ def _damage(plan: Plan, corpora: Sequence[Corpus]) -> LongRopeError | None:
             if not corpus.is_whole():
                 raise DataError(
                     f"{corpus.path}: damaged, its bytes are not those that were written",
-                    hint="run `longrope2 data plan` again, which makes that file again",
+                    hint=corpus.remedy,
                 )
         RowLoader(plan, corpora).check()
     except LongRopeError as error:
