@@ -104,6 +104,20 @@ def test_the_sky_file_has_what_a_task_needs():
     assert task["num_nodes"] > 1
     mounts = tuple(task["file_mounts"])
     assert all(task["envs"][name].startswith(mounts) for name in ("DATASET", "RUN"))
+    # `sky launch` knows no recovery.
+    assert "job_recovery" in task["resources"]
+    assert "`sky jobs launch recipes/cluster/skypilot.yaml`" in (FOLDER / "README.md").read_text()
+
+
+def test_the_command_for_nodes_that_come_and_go_is_understood():
+    """tests/faults/test_lost_nodes.py runs such commands."""
+    (command,) = re.findall(
+        r"=1 torchrun (.*?)\n```", (FOLDER / "README.md").read_text().replace("\\\n", ""), re.DOTALL
+    )
+    given = get_args_parser().parse_args(command.split())
+    assert given.nnodes == "1:8"
+    assert given.rdzv_backend == "c10d"
+    assert given.training_script_args[0] == "search"
 
 
 def test_the_page_has_the_numbers_of_the_script():

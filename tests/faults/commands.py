@@ -26,6 +26,7 @@ COMMANDS = {
     "--crossovers 0 -o out",
     "calibrate": "calibrate tiny --factors f.json --lengths 128,384 --documents 5 -o out",
     "recall": "data recall tiny -o out/recall.jsonl --lengths 512 --documents 4 --needles 2 --books texts",
+    "tokenise": "data tokenise texts lines.jsonl --model tiny --shard-size 0.01 --workers 1 -o out",
     "plan": "data plan tiny --config mix.toml -o out/plan.jsonl --cache out/cache",
     "train": "train tiny --factors f.json --plan plan.jsonl -o out --cache cache --steps 3 --batch-rows 1 "
     "--learning-rate 1e-5 --save-every 1",
@@ -110,7 +111,10 @@ def damage(path: Path, rng: random.Random) -> str:
 
 def _prepare(forks: Forks) -> None:
     (forks.folder / "texts").mkdir()
-    (forks.folder / "texts" / "book.txt").write_text(next(read_books(held_out=False)).text[:60_000])
+    book = next(read_books(held_out=False)).text
+    (forks.folder / "texts" / "book.txt").write_text(book[:60_000])
+    lines = [json.dumps({"text": book[start : start + 3000]}) + "\n" for start in range(0, 60_000, 3000)]
+    (forks.folder / "lines.jsonl").write_text("".join(lines))
     (forks.folder / "mix.toml").write_text(MIX)
     (forks.folder / "recipe.toml").write_text(RECIPE)
     for line in (
