@@ -97,7 +97,7 @@ def trainable(
     torch.manual_seed(0)
     with torch.device(DEVICE):
         model = make()
-    if config.level.compact:
+    if config.precision(config.level, DEVICE) != "float32":
         model = model.bfloat16()
     if config.lora is not None:
         add_lora(model, config.lora)

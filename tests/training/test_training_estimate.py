@@ -159,9 +159,8 @@ def test_memory_of_what_learns_beside_lora_is_counted(tmp_path, family, also):
     moments = [x for state in optimizer.state.values() for x in state.values() if x.ndim]
     memory = estimate(ours, long_rows(), gpus=1, gpu="h200")["memory_gib"]
     assert memory["Adam moments (float32)"] * GIB == pytest.approx(sum(x.nbytes for x in moments))
-    assert memory["gradients (float32)"] * GIB == pytest.approx(
-        sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
-    )
+    learned = sum(x.nbytes for p in model.parameters() if p.grad is not None for x in (p, p.grad))
+    assert memory["what learns, and its gradients (float32)"] * GIB == pytest.approx(learned)
     layers = [{id(p) for p in layer.parameters()} for layer in model.base_model.layers]
     inside = set().union(*layers)
     parts = [*layers, {id(p) for p in model.parameters()} - inside]
@@ -284,12 +283,13 @@ def test_an_8b_model_at_128k_fits_one_gpu(tmp_path):
 def test_bytes_are_those_of_a_real_step(tmp_path, lora, memory):
     """Weights, gradients and the optimizer's state, on the GPU and beside it, after a step of a real model."""
     level = LEVELS[memory]
-    model = family_model("llama").to(torch.bfloat16 if level.compact else torch.float32)
+    config = TrainConfig(memory=memory, lora=lora).resolved()
+    precision = config.precision(level, "cuda")
+    model = family_model("llama").to(torch.float32 if precision == "float32" else torch.bfloat16)
     if lora:
         add_lora(model, lora)
     if level.four_bit:
         freeze_in_four_bits(model)
-    config = TrainConfig(memory=memory, lora=lora).resolved()
     optimizer = make_optimizer(model, config)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from test_training_loop import ALONE, row
+from training_samples import make_sample
 
 from conftest import family_model
 from longrope2 import pieces
@@ -58,6 +59,19 @@ def test_losses_are_those_of_float32_and_master_weights_stay_float32(tmp_path, r
     model, losses = trained(tmp_path / "gpu", device="cuda", recompute=recompute)
     assert losses == pytest.approx(expected, rel=2e-2)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("memory", ["auto", "host", "least", "4bit"])
+def test_lora_keeps_frozen_weights_in_bfloat16(tmp_path, memory, monkeypatch):
+    kinds = []
+
+    def watched(model, *arguments, **hooks):
+        kinds.extend((p.requires_grad, p.dtype) for p in model.parameters())
+        return train_loop(model, *arguments, **hooks)
+
+    monkeypatch.setattr("longrope2.training.train.train_loop", watched)
+    make_sample(tmp_path / "sample").run(tmp_path / "run", memory=memory, lora=4, also=("norms",))
+    assert set(kinds) == {(True, torch.float32), (False, torch.bfloat16)}
 
 
 def test_resuming_goes_on_from_the_same_state(tmp_path):

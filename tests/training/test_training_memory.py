@@ -307,6 +307,28 @@ def test_auto_is_plain_on_a_cpu_and_goes_on_with_what_has_begun(sample, tmp_path
     assert_same(small, weights_of(sample.run(tmp_path / "small")))
 
 
+@pytest.mark.parametrize("memory", ["plain", "host", "small", "least"])
+def test_frozen_weights_of_lora_take_two_bytes_on_a_gpu(memory):
+    """At every level, since a GPU computes in bfloat16 anyway; what a CPU computes in float32 stays so."""
+    lora, whole = TrainConfig(lora=4, memory=memory), TrainConfig(memory=memory)
+    assert lora.precision(lora.level, "cuda") == "bfloat16"
+    assert lora.precision(lora.level) == whole.precision(whole.level) == whole.precision(whole.level, "cuda")
+    assert (whole.precision(whole.level) == "bfloat16") == (memory in ("small", "least"))
+
+
+def test_norms_and_embeddings_learn_beside_frozen_bfloat16(sample, tmp_path):
+    """Two precisions in one model, from the proof of its RoPE to the weights at the end."""
+    beside = {"lora": 4, "also": ("norms", "embeddings")}
+    before = weights_of(sample.model)
+    plain, small = (
+        weights_of(sample.run(tmp_path / memory, memory=memory, **beside, **RUN)) for memory in ("plain", "small")
+    )
+    learned = sum(float((plain[name] - before[name]).square().sum()) for name in before) ** 0.5
+    off = sum(float((plain[name] - small[name]).square().sum()) for name in before) ** 0.5
+    assert off < 0.15 * learned
+    assert all((small[name] != before[name]).any() for name in before if "norm" in name or "embed" in name)
+
+
 def test_levels_that_a_run_cannot_have(sample, tmp_path):
     with pytest.raises(LongRopeError, match="memory small needs recompute"):
         sample.run(tmp_path / "run", memory="small", recompute=False)

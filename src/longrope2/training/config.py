@@ -97,7 +97,8 @@ class TrainConfig(UpdateConfig):
     sequence_parallel: int = option(1, "Processes that share each row.", least=1, elastic=True)
     memory: Memory = option(
         "auto",
-        "plain: all on the GPU in float32; host: states and layer inputs in host memory; small: bfloat16 weights, "
+        "plain: all on the GPU in float32 (frozen weights of LoRA in bfloat16); host: states and layer inputs in host "
+        "memory; small: bfloat16 weights, "
         "8-bit moments; least: both; 4bit: and frozen weights of LoRA in 4 bits; auto: the first that fits.",
         elastic=True,
     )
@@ -133,11 +134,13 @@ class TrainConfig(UpdateConfig):
         """What `memory` stands for; plain until something else was chosen."""
         return LEVELS["plain" if self.memory == "auto" else self.memory]
 
-    def precision(self, level: Level) -> str:
+    def precision(self, level: Level, device: str = "cpu") -> str:
         """In what weights are held: a run keeps to it."""
         if level.four_bit:
             return "4 bits"
-        return "bfloat16" if level.compact else "float32"
+        # GPUs compute in bfloat16 at every level, so weights that never change need no more.
+        frozen_on_gpu = self.lora is not None and device == "cuda"
+        return "bfloat16" if level.compact or frozen_on_gpu else "float32"
 
     def check(self) -> None:
         """Refuse what cannot be trained with any plan."""

@@ -438,21 +438,21 @@ def host_memory_of(shape: ModelShape, tokens: int, gpus: int, level: Level) -> d
 
 def loaded_bytes(shape: ModelShape, level: Level) -> int:
     """What each GPU holds before weights are spread over all."""
-    return (HALF if level.compact else FULL) * shape.parameters
+    return (HALF if level.compact or shape.linear else FULL) * shape.parameters
 
 
 def _weights(shape: ModelShape, level: Level) -> dict[str, float]:
-    if not level.compact:
-        return {
-            "master weights (float32)": FULL * shape.parameters,
-            "gradients (float32)": FULL * shape.trained,
-        }
     if shape.linear:
         linear = (FOUR_BIT_BYTES if level.four_bit else HALF) * shape.linear
         return {
             f"frozen linear layers ({'4 bits' if level.four_bit else 'bfloat16'})": linear,
             "other frozen weights (bfloat16)": HALF * (shape.parameters - shape.linear),
             "what learns, and its gradients (float32)": 2 * FULL * shape.trained,
+        }
+    if not level.compact:
+        return {
+            "master weights (float32)": FULL * shape.parameters,
+            "gradients (float32)": FULL * shape.trained,
         }
     return {"weights (bfloat16)": HALF * shape.parameters, "gradients (bfloat16)": HALF * shape.trained}
 

@@ -200,14 +200,14 @@ def prepare(
             "factors": fingerprint({k: v for k, v in factors.to_json().items() if k != "provenance"}),
             "plan": plan.fingerprint,
             **identity(config),
-            **precision_option(config),
+            **precision_option(config, here.device().type),
         },
     )
 
 
-def precision_option(config: TrainConfig) -> dict[str, str]:
+def precision_option(config: TrainConfig, device: str = "cpu") -> dict[str, str]:
     """The precision of the weights where it is not float32, as runs that must not be mixed state it."""
-    precision = config.precision(config.level)
+    precision = config.precision(config.level, device)
     return {} if precision == "float32" else {PRECISION: precision}
 
 
@@ -217,7 +217,7 @@ def _chosen_memory(
     """The cheapest level that fits every GPU at hand, of those that go on with the precision of a run."""
     levels, device = possible_levels(config), here.device()
     if config.memory == "auto" and precision is not None:
-        levels = [name for name in levels if config.precision(LEVELS[name]) == precision] or levels
+        levels = [name for name in levels if config.precision(LEVELS[name], device.type) == precision] or levels
     if device.type == "cpu" or len(levels) == 1:
         return levels[0]
     on_machine = min(here.num_processes, torch.cuda.device_count())
@@ -473,8 +473,9 @@ def _trained(run: TrainingRun, output: Path, here: World, reporter: StepReporter
     if run.needles:
         note = reporter.needles if reporter is not None else quiet
         hooks["evaluate"] = Retrieval(run.factors, run.needles, here, every=config.evaluate_every, note=note)
-    dtype = torch.bfloat16 if config.level.compact else torch.float32
-    model = load(run.info, dtype=dtype, device=here.device()).model
+    device = here.device()
+    dtype = torch.float32 if config.precision(config.level, device.type) == "float32" else torch.bfloat16
+    model = load(run.info, dtype=dtype, device=device).model
     if config.lora is not None:
         torch.manual_seed(config.seed)
         add_lora(model, config.lora, config.also)
