@@ -141,7 +141,7 @@ def test_documents_are_needed_for_training_only(tmp_path):
     source = str(tmp_path / "model")
     shutil.copytree(ASSETS / "tiny", source)
     whole = Extension(source, tmp_path / "run", stages=(), **options)
-    methods = ("base", "pi", "ntk", "yarn", "longrope2-factors-only")
+    methods = ("base", "pi", "ntk", "yarn", "longrope2-factors-only", "longrope2-exported")
     evaluations = [f"evaluate/{method}/{suite}" for method in methods for suite in ("niah", "perplexity")]
     assert [step.name for step in whole.steps] == ["search", *evaluations, "export", "verify", "report"]
     assert whole.notes[1:] == [UNTRAINED]

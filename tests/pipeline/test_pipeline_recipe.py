@@ -336,6 +336,6 @@ def test_one_judge_for_every_row(tmp_path, monkeypatch):
     setting = Setting(folder=tmp_path, recipe=read_recipe("tiny-laptop"), info=describe("tiny"), cache=None)
     table = {"suites": ("longppl",), "lengths": (256,)}
     for method in (ledger.BASE, ledger.AFTER_TRAINING):
-        stages._evaluated(setting, method, tmp_path / method, table, None)
-    stages._evaluated(setting, ledger.BASE, tmp_path / "other", {**table, "judge": "another"}, None)
+        stages._evaluated(setting, method, tmp_path / method, table, None, trained=True)
+    stages._evaluated(setting, ledger.BASE, tmp_path / "other", {**table, "judge": "another"}, None, trained=True)
     assert asked == [("tiny", "tiny"), (str(tmp_path / ledger.TRAINED), "tiny"), ("tiny", "another")]

@@ -14,7 +14,7 @@ import pytest
 from pipeline_samples import start, write_recipe
 
 from conftest import killed_in
-from longrope2 import describe, export_model, extend, ledger, load, train
+from longrope2 import describe, evaluate, export_model, extend, ledger, load, train
 from longrope2.cli import cli
 from longrope2.console import roughly
 from longrope2.distributed import World
@@ -299,6 +299,29 @@ def test_without_training_the_model_itself_is_exported(place, recipe, whole):
     trained, untrained = (json.loads((path / "export/tiny-512/config.json").read_text()) for path in (whole, folder))
     assert untrained["rope_parameters"] == trained["rope_parameters"]
     assert (folder / "report/index.html").exists()
+
+
+@pytest.mark.parametrize("texts", [False, True])
+def test_an_export_with_another_rope_in_short_sequences_is_measured_as_it_is(place, recipe, whole, texts):
+    """With a temperature plain transformers needs one RoPE; rows of the search and of training have two."""
+    text = recipe.read_text().replace('["yarn"]', "[]")
+    text = text.replace("[search]\n", '[search]\nattention_factor = "released"\n')
+    if texts:
+        text += '[export]\nprofile = "static-long"\n'
+    else:
+        text = text.partition("[recall]")[0] + "[[evaluate]]" + text.rpartition("[[evaluate]]")[2]
+    (place / "warm.toml").write_text(text)
+    folder = place / f"warm-{texts}"
+    stages = ("search", *(("data", "train") if texts else ()), "evaluate", "export")
+    extend(None, folder, config=place / "warm.toml", stages=stages, cache=place / "cache")
+    summary = summarise(gather(folder))
+    kept = {name: found.short_perplexity for name, found in summary.methods.items()}
+    ours = ledger.AFTER_TRAINING if texts else ledger.SEARCHED
+    assert kept[ledger.EXPORTED] > 1.05 * kept[ours]
+    options = {"tasks": ("full",), "lengths": (256,), "samples": 3}
+    alone = evaluate(folder / "export/tiny-512", ("perplexity",), place / f"alone-{texts}", **options)
+    assert alone["scores"][0]["score"] == pytest.approx(kept[ledger.EXPORTED], rel=1e-3)
+    assert "as exported" in summary.caption
 
 
 def test_without_texts_all_but_training_is_done_and_it_can_be_added(place, recipe, whole, capfd):

@@ -19,7 +19,8 @@ TAGS = "tags: [longrope2, long-context]"
 """A line that every card has, and by which it is known again."""
 PROMISES = {
     "dual": "`dual`: the original RoPE up to {original} tokens and the rescaled one beyond, where an engine can",
-    "static-long": "`static-long`: the rescaled RoPE in every sequence, the same in every engine",
+    "static-long": "`static-long`: the rescaled RoPE in every sequence, the same in every engine; answers to "
+    "prompts of up to {original} tokens are not those of the original RoPE",
 }
 
 

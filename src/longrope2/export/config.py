@@ -20,7 +20,7 @@ class Exporting:
     profile: Profile | Literal["auto"] = option(
         "auto",
         "dual: the original RoPE in short sequences; static-long: the rescaled RoPE in all sequences; auto: dual where "
-        "every engine can run it.",
+        "plain transformers can run it.",
     )
     dtype: Precision | None = option(None, "Default: as the model is stored. q8_0 is for GGUF.")
     fold_temperature: bool = option(
@@ -86,7 +86,7 @@ def fitting_profile(factors: RescaleFactors, *, trained: bool) -> Profile:
             f"this model uses an attention factor of {short:g} in short sequences and {long:g} in long ones, and plain "
             "transformers knows only one",
             hint="choose: --profile dual is wrong there in short sequences, and right in longrope2.load, vLLM and "
-            "llama.cpp; --profile static-long gives up the original RoPE, and is right everywhere",
+            "llama.cpp; --profile static-long gives up the original RoPE, and is right there, too",
         )
     return "static-long"
 

@@ -24,6 +24,10 @@ from longrope2.generation.saved import carries_factors, read_factors, with_origi
 from longrope2.models import describe
 from longrope2.runfolder import RunFolder
 
+KNOWS_ONE: Mapping[Format, str] = {
+    "huggingface": "plain transformers knows only one",
+    "gguf": "llama.cpp takes the long one for both unless a flag says otherwise",
+}
 PRECISIONS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -65,8 +69,11 @@ def export(
         if profile == "static-long":
             say(
                 f"profile static-long: the attention factors of short ({found.short_attention_factor:g}) and long "
-                f"({found.long_attention_factor:g}) sequences differ, and plain transformers knows only one; "
-                "--profile dual keeps the original RoPE in short sequences for longrope2.load, vLLM and llama.cpp"
+                f"({found.long_attention_factor:g}) sequences differ, and {KNOWS_ONE[config.format]}"
+            )
+            warn(
+                f"sequences up to {found.original_length:,} tokens get the rescaled RoPE, too, which changes their "
+                "answers; --profile dual keeps the original one there, for longrope2.load, vLLM and llama.cpp"
             )
     wanted = profiled(found, profile)
     exported = with_forced_temperature(wanted) if config.fold_temperature else wanted

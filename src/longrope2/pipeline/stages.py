@@ -320,7 +320,9 @@ def _evaluate(setting: Setting, before: Sequence[Step]) -> Iterator[Step]:
         name = "+".join(table.get("suites", ())) or "nothing"
         # Once for all methods: the data may take long to read.
         tables[f"{name}-{number}" if name in tables else name] = table, by_content(table, *DATA_PATHS)
-    for method in (ledger.BASE, *recipe.methods, ledger.SEARCHED, *trained):
+    exported = [ledger.EXPORTED] if _gives_up_original(setting) else []
+    needs[ledger.EXPORTED] = needs[(trained or [ledger.SEARCHED])[0]]
+    for method in (ledger.BASE, *recipe.methods, ledger.SEARCHED, *trained, *exported):
         for name, (table, options) in tables.items():
             place = f"{ledger.EVALUATE}/{method}/{name}"
             yield Step(
@@ -328,22 +330,30 @@ def _evaluate(setting: Setting, before: Sequence[Step]) -> Iterator[Step]:
                 needs=needs.get(method, ()),
                 options=options,
                 outputs=(f"{place}/results.json",),
-                work=partial(_evaluated, setting, method, setting.folder / place, table),
+                work=partial(_evaluated, setting, method, setting.folder / place, table, trained=bool(trained)),
                 together=True,
             )
 
 
-def _evaluated(setting: Setting, method: str, output: Path, table: Mapping[str, Any], here: World) -> EvaluationRecord:
+def _evaluated(
+    setting: Setting, method: str, output: Path, table: Mapping[str, Any], here: World, *, trained: bool
+) -> EvaluationRecord:
     """One method with one set of suites: the base as it is, closed forms as published, LongRoPE2 with its switch.
 
-    As published, closed forms have one RoPE for all lengths.
+    As published, closed forms have one RoPE for all lengths; so has an export that plain transformers can run, where
+    the two sides need other temperatures.
     """
     recipe, model = setting.recipe, setting.info.name
-    factors, closed_form = None, None
+    factors, closed_form, switch_length = None, None, None
     if method == ledger.SEARCHED:
         factors = setting.factors
     elif method == ledger.AFTER_TRAINING:
         model = str(setting.folder / ledger.TRAINED)
+    elif method == ledger.EXPORTED:
+        model, factors = (str(setting.folder / ledger.TRAINED), None) if trained else (model, setting.factors)
+        profile = ExportTable(**recipe.export).profile
+        if profile == "static-long" or fitting_profile(setting.factors, trained=False) == "static-long":
+            switch_length = 1  # every sequence is a long one
     elif method != ledger.BASE:
         made = rescale_model(setting.info, method, recipe.target_length, extend_again=recipe.extend_again)
         factors = closed_form = made.long_everywhere()
@@ -358,6 +368,7 @@ def _evaluated(setting: Setting, method: str, output: Path, table: Mapping[str, 
         here,
         factors=factors,
         original_length=None if factors is None else recipe.original_length,  # a model as it is has its own
+        switch_length=switch_length,
         name=method,
         cache=setting.folder / ledger.EVALUATE / "samples",
     )
@@ -367,6 +378,16 @@ def _evaluated(setting: Setting, method: str, output: Path, table: Mapping[str, 
 
 
 # Export
+
+
+def _gives_up_original(setting: Setting) -> bool:
+    """Whether the export will have the rescaled RoPE in short sequences, too, other than what was measured before."""
+    recipe = setting.recipe
+    if recipe.trains and train_config(**recipe.train).window == "single":
+        return False  # so it was trained
+    profile = ExportTable(**recipe.export).profile
+    temperature = recipe.search_config().temperature(setting.info.rope, recipe.target_length)
+    return profile == "static-long" or (profile == "auto" and temperature != 1.0)
 
 
 def _check_export(setting: Setting) -> Iterator[str]:

@@ -128,7 +128,7 @@ def _factors(path: Path) -> RescaleFactors | None:
 
 
 def _evaluations(folder: Path, methods: Sequence[str], finished: Sequence[str]) -> dict[str, EvaluationRecord]:
-    order = [ledger.BASE, *methods, ledger.SEARCHED, ledger.AFTER_TRAINING]
+    order = [ledger.BASE, *methods, ledger.SEARCHED, ledger.AFTER_TRAINING, ledger.EXPORTED]
     steps = [step for method in order for step in finished if step.startswith(f"{ledger.EVALUATE}/{method}/")]
     paths = {step: folder / step / RESULTS for step in steps}
     return {step: read_results(EvaluationRecord, path, hint=AGAIN) for step, path in paths.items() if path.exists()}

@@ -19,7 +19,7 @@ from longrope2.report.charts import Chart, charts, stage_seconds
 from longrope2.report.gather import RunData, gather
 from longrope2.report.summary import Summary, by_length, label, summarise
 
-OURS = (ledger.AFTER_TRAINING, ledger.SEARCHED)
+OURS = (ledger.EXPORTED, ledger.AFTER_TRAINING, ledger.SEARCHED)
 SEVERITY = ("right", "not checked", "known limit", "FAILED", "WRONG")
 
 

@@ -15,6 +15,7 @@ NAMES = {
     ledger.BASE: "original",
     ledger.SEARCHED: "LongRoPE2, factors only",
     ledger.AFTER_TRAINING: "LongRoPE2, trained",
+    ledger.EXPORTED: "LongRoPE2, as exported",
     "pi": "PI",
     "ntk": "NTK",
     "yarn": "YaRN",
@@ -113,6 +114,8 @@ def _table(data: RunData, methods: dict[str, MethodSummary]) -> Summary:
     caption = f"{suites}: share of right answers by length" if suites else ""
     if "short_perplexity" in shown:
         caption += "; short PPL: perplexity of books within the original window; kept: the original's over the method's"
+    if ledger.EXPORTED in methods:
+        caption += "; as exported: with the rescaled RoPE in short sequences, too, which plain transformers needs here"
     window = " → ".join(
         f"{length:,}" for length in (data.original_length, data.book.target_length) if length is not None
     )
