@@ -10,6 +10,7 @@ from longrope2.report.page import write_report
 playwright = pytest.importorskip("playwright.sync_api", reason="the browser test needs: pip install playwright")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium found: apt install chromium")
+DESK, PHONE = 1280, 390
 PLOTS = ("factors", "convergence", "losses", "niah-by-length", "retention", "time")
 
 
@@ -41,10 +42,11 @@ def open_page(browser, address, **options):
 @pytest.mark.parametrize(
     "options",
     [
-        {"viewport": {"width": 1200, "height": 900}, "color_scheme": "light"},
-        {"viewport": {"width": 390, "height": 800}, "color_scheme": "dark", "has_touch": True},
+        {"viewport": {"width": width, "height": 900}, "color_scheme": scheme, "has_touch": width == PHONE}
+        for width in (DESK, PHONE)
+        for scheme in ("light", "dark")
     ],
-    ids=["desk", "phone"],
+    ids=lambda options: f"{options['viewport']['width']}-{options['color_scheme']}",
 )
 def test_every_figure_is_drawn(browser, address, options):
     page = open_page(browser, address, **options)

@@ -13,6 +13,8 @@ from longrope2.records import HELD_OUT
 from longrope2.report.gather import RunData
 from longrope2.report.summary import Summary, by_length, label
 
+VISIBLE = 1.01
+"""The least ratio of two perplexities that a curve shows."""
 KEPT = {
     "perplexity_retention": "Short perplexity: that of the original over that of each method, on the same books within "
     "the original window.",
@@ -66,7 +68,8 @@ def _factors(data: RunData) -> Iterator[Chart]:
 
 def _convergence(data: RunData) -> Iterator[Chart]:
     result = data.search
-    if result is None or len({entry.perplexity for entry in result.convergence} - {None}) < 2:
+    found = [entry.perplexity for entry in result.convergence if entry.perplexity is not None] if result else []
+    if result is None or not found or max(found) < VISIBLE * min(found):
         return  # nothing to see: the first candidate stayed the best
     history = result.convergence
     measured = [row for row in result.scores if row.method in data.book.recipe["methods"]]
