@@ -227,14 +227,14 @@ def _truth(name: str) -> tuple[Landscape, float]:
     return truth, min(truth.mean(evolved("surrogate")(truth.space, truth.mean, seed)) for seed in range(3))
 
 
-def racing(seeds: int) -> dict[str, Any]:
+def racing(seeds: int, iterations: int = 12) -> dict[str, Any]:
     """The default search on ten documents as noisy as SmolLM2's: regret, and evaluations it did without."""
     found = {}
     for name, optimum in OPTIMA.items():
         regrets, saved = [], []
         for seed in range(seeds):
             landscape = Landscape(optimum, documents=10, noise=NOISE, seed=seed)
-            config = EvolutionConfig(iterations=12, seed=seed)
+            config = EvolutionConfig(iterations=iterations, seed=seed)
             outcome = evolve(landscape.space, config, 10, landscape)
             regrets.append(landscape.regret(outcome.best.factors()))
             saved.append(outcome.history[-1].exhaustive_evaluations / landscape.calls)

@@ -38,12 +38,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "paper-staged": {"staged": True},
     "paper-depths": {"depth": (0.0, 0.5, 0.25, 0.75)},
     "paper-keys": SEVERAL,
-    "wide": {"space": "wide"},
+    "wide": {"space": "wide", "keys": 1, "depth": (0.0, 0.5, 0.25, 0.75), "documents": 10},
     "wide-keys": {"space": "wide", **SEVERAL},
-    "wide-start": {"space": "wide", "depth": 0.0},
+    "wide-start": {"space": "wide", "keys": 1, "depth": 0.0, "documents": 10},
     "wide-direct": {"space": "wide", "staged": False},
 }
-"""What differs from the paper's space, one thing at a time, and from the wide one."""
+"""What differs from the paper's space, one thing at a time, and from the wide one, whose defaults are `wide-keys`."""
 TEST_SEED = 2026
 DEPTHS = tuple((2 * tenth + 1) / 20 for tenth in range(10))
 PARTS: dict[str, dict[str, Any]] = {
@@ -85,6 +85,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--test", type=int, default=20, help="documents of each kind to compare on")
     parser.add_argument("--parts", default=",".join(PARTS), help="kinds of documents to compare on")
+    parser.add_argument("--forms", default=",".join(CLOSED_FORMS), help="closed forms to compare with; may be empty")
     parser.add_argument("--factors", nargs="*", default=[], type=Path, help="other factors to score, where they fit")
     parser.add_argument("--schedule", type=json.loads, default={}, help="JSON of options for all searches")
     parser.add_argument("--done", action="store_true", help="search nothing, score what has been found")
@@ -111,7 +112,8 @@ def main() -> None:
         test = None
         if options.test:
             test = Test(loaded, length, options.test_books, options.test, options.parts.split(","))
-        rows += [(name, None, rescale(name, loaded.info.rope, length), None) for name in CLOSED_FORMS if test]
+        forms = [name for name in CLOSED_FORMS if test and name in options.forms.split(",")]
+        rows += [(name, None, rescale(name, loaded.info.rope, length), None) for name in forms]
         others = [(path.stem, None, RescaleFactors.load(path), None) for path in options.factors]
         rows += [row for row in others if test and row[2].target_length == length]
         found = []

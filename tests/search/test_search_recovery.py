@@ -9,6 +9,8 @@ from statistics import fmean, median
 import numpy as np
 import pytest
 
+from longrope2.search.config import EvolutionConfig
+
 ROOT = Path(__file__).parents[2]
 BENCHMARKS, RESULTS = ROOT / "benchmarks", ROOT / "results" / "smollm2"
 SEEDS = 12
@@ -46,9 +48,20 @@ def test_moves_alone_find_plateaus_that_the_first_release_missed(algorithms):
 
 @pytest.mark.parametrize("seeds", [3, pytest.param(SEEDS, marks=pytest.mark.slow)])
 def test_racing_on_noisy_documents_finds_it_with_a_fifth_of_the_evaluations(algorithms, seeds):
+    """A fifth on average: where the best candidate changes in every iteration, each one is scored on all documents."""
     found = algorithms.racing(seeds)
     assert max(entry["median_regret"] for entry in found.values()) <= 0.01
-    assert fmean(entry["times_fewer_evaluations"] for entry in found.values()) >= 5
+    times = [entry["times_fewer_evaluations"] for entry in found.values()]
+    assert fmean(times) >= 5
+    assert min(times) >= 4.5
+
+
+@pytest.mark.slow
+def test_the_default_of_eight_iterations_comes_near(algorithms):
+    found = algorithms.racing(SEEDS, iterations=EvolutionConfig().iterations)
+    regrets = sorted(entry["median_regret"] for entry in found.values())
+    assert regrets[-1] <= 0.015
+    assert regrets[-2] <= 0.006
 
 
 @pytest.mark.slow

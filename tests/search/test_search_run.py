@@ -627,8 +627,8 @@ def test_a_temperature_given_for_a_space_is_that_of_all_candidates(tiny, books, 
 
 
 @pytest.mark.parametrize(("options", "advice"), [
-    ({}, "; to find something to hold on to: --attention-factor released or searched and --staged"),
-    ({"attention_factor": "released", "staged": True}, ""),
+    ({}, "; a temperature brings a signal back: --attention-factor searched, or --space wide"),
+    ({"attention_factor": "released"}, ""),
 ])  # fmt: skip
 def test_it_says_where_all_candidates_are_worse_than_guessing(
     options, advice, tiny, books, tmp_path, monkeypatch, capsys

@@ -94,10 +94,7 @@ class Reporter:
         self._guessing = guessing
 
     def _advice(self) -> str:
-        """What brings a signal back that this search does without."""
-        missing = []
-        if self._config.attention_factor == 1.0:
-            missing.append("--attention-factor released or searched")
-        if not self._config.staged:
-            missing.append("--staged")
-        return f"; to find something to hold on to: {' and '.join(missing)}" if missing else ""
+        """What brings a signal back that this search does without: a temperature, alone or in the wide space."""
+        if self._config.attention_factor != 1.0:
+            return ""
+        return "; a temperature brings a signal back: --attention-factor searched, or --space wide"
