@@ -59,7 +59,8 @@ def objectives(measured: list[Row], row: Row, part: str) -> float | None:
     """Nats per digit of these factors before training, if they were measured."""
     wanted = (row["factors"]["long"], row["factors"]["long_attention_factor"])
     for entry in measured:
-        if np.allclose(entry["factors"], wanted[0], atol=1e-9) and abs(entry["temperature"] - wanted[1]) < 1e-9:
+        same = np.allclose(entry["factors"], wanted[0], atol=1e-9) and abs(entry["temperature"] - wanted[1]) < 1e-9
+        if same and part in entry:
             return float(np.mean(entry[part]["nll"]))
     return None
 
@@ -69,6 +70,7 @@ def measures(rows: dict[str, Row], measured: list[Row], brief: dict[str, Row]) -
     made: dict[str, Callable[[str, Row], float | None]] = {
         "needle loss at the start": lambda _, row: objectives(measured, row, "start"),
         "needle loss at ten depths": lambda _, row: objectives(measured, row, "depths"),
+        "needle loss, eight needles": lambda _, row: objectives(measured, row, "keys"),
         "temperature": lambda _, row: row["factors"]["long_attention_factor"],
         "factor at dimension 20, negative": lambda _, row: -row["factors"]["long"][20],
         "loss of long rows, first 1M tokens": lambda _, row: long_loss(row, 0, 1 << 20),
@@ -108,10 +110,15 @@ def main() -> None:
     path = RESULTS / "search" / "smollm2" / "search-smollm2-32k.json"
     measured = json.loads(path.read_text(encoding="utf-8"))["rows"]
     needles = {name: value for name, row in rows.items() if (value := score(row, "niah")) is not None}
+    cold = {name: row for name, row in rows.items() if row["factors"]["long_attention_factor"] == 1}
     found = {}
-    for label, values in measures(rows, measured, brief).items():
-        found[label] = correlation(values, needles)
-        print(f"{label:>36}: {found[label]}")
+    for group, chosen in {"all rows": rows, "rows at temperature 1": cold}.items():
+        print(group)
+        found[group] = {
+            label: correlation(values, needles) for label, values in measures(chosen, measured, brief).items()
+        }
+        for label, entry in found[group].items():
+            print(f"{label:>36}: {entry}")
     if options.output:
         write_json(options.output, {"needles": needles, "correlations": found})
 

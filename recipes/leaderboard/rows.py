@@ -228,7 +228,7 @@ BOOKS = {"table": "books-32k", "mix": "books-32k", "steps": 153, "evaluations": 
 ABLATION = {"table": "ablations-32k", "steps": 153}  # compared with YaRN, NTK, paper and wide of the main table
 TUNING = {"table": "tuning", "mix": "books-32k", "make": closed("yarn"), "window": "single", "steps": 40}
 OTHERS = {"table": "methods-32k", "window": "single", "steps": 153, "evaluations": ALL}  # compared with YaRN
-LORA = {"table": "lora-32k", "make": closed("yarn"), "window": "single", "steps": 153}  # compared with YaRN
+LORA = {"table": "lora-32k", "make": closed("yarn"), "window": "single", "steps": 76, "lengths": (8 * K, 32 * K)}
 BESIDE = {"lora": 16, "also": ("norms", "embeddings")}
 OTHER_ROWS = {"table": "seeds-32k", "steps": 153, "seed": 1}
 LONGEST = {"table": "main-64k", "mix": "mix-64k", "length": 64 * K}
@@ -278,7 +278,7 @@ SETS: dict[str, tuple[str, Make]] = {  # factors to rank, besides those of finis
 }
 FINISHED = ("yarn", "ntk", "longrope", "paper", "wide", "yarn-rcd", "ntk-rcd", "plain", "all", "wide-cold")
 RANKS = {"table": "ranks-32k"}
-BRIEF = {**RANKS, "steps": 12, "evaluations": ("needles",), "lengths": (32 * K,)}
+BRIEF = {"table": "brief-32k", "steps": 12, "evaluations": ("needles",), "lengths": (32 * K,)}
 """1.6M tokens: does it predict what 20M give? See ranks.py."""
 SMOLLM2_ROWS |= {f"set-{name}": Row(title=title, make=make, steps=153, **RANKS) for name, (title, make) in SETS.items()}
 SMOLLM2_ROWS |= {f"brief-set-{name}": Row(title=title, make=make, **BRIEF) for name, (title, make) in SETS.items()}
