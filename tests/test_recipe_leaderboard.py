@@ -197,7 +197,8 @@ def test_factors_to_rank_are_those_that_results_hold(rows, bench, tmp_path, monk
     )  # fmt: skip
     monkeypatch.setattr(rows, "rescale", lambda model, method, length, **options: replace(blank, method=method))
     own = rows.SMOLLM2_ROWS
-    made = {name: row.make(bench, row, tmp_path) for name, row in own.items() if row.table in ("ranks-32k", "brief-32k")}
+    tables = ("ranks-32k", "brief-32k")
+    made = {name: row.make(bench, row, tmp_path) for name, row in own.items() if row.table in tables}
     brief = {name: factors for name, factors in made.items() if name.startswith("brief-")}
     assert len(brief) == 17
     assert made["set-wide-0"].long_attention_factor > 1.1
