@@ -10,6 +10,7 @@ from longrope2 import pieces
 from longrope2.kernels import Heads, agrees, choose_kernel, varlen_agrees
 from longrope2.training import host, optimizer
 from longrope2.training.config import LEVELS, TrainConfig
+from longrope2.training.log import LOG, read_steps
 from longrope2.training.loop import train_loop
 from longrope2.training.mixed import mixed_window
 from longrope2.training.optimizer import CompactAdamW
@@ -59,6 +60,12 @@ def test_losses_are_those_of_float32_and_master_weights_stay_float32(tmp_path, r
     model, losses = trained(tmp_path / "gpu", device="cuda", recompute=recompute)
     assert losses == pytest.approx(expected, rel=2e-2)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_the_memory_of_a_run_is_its_own(tmp_path):
+    torch.empty(1 << 30, dtype=torch.uint8, device="cuda")  # as a search before it
+    make_sample(tmp_path / "sample").run(tmp_path / "run")
+    assert 0 < max(line.memory_gib for line in read_steps(tmp_path / "run" / LOG)) < 1
 
 
 @pytest.mark.parametrize("memory", ["auto", "host", "least", "4bit"])

@@ -113,6 +113,10 @@ class StepReporter:
         self._log.open_after(step)
         self._tracking.begin(step + 1)
         self._line = ProgressLine(max(self._config.steps - step, 1), "train")
+        if self._device.type == "cuda":
+            import torch
+
+            torch.cuda.reset_peak_memory_stats(self._device)  # a search before it may have taken more
 
     def step(self, result: "StepResult") -> None:
         """A step is done."""
