@@ -39,6 +39,22 @@ def commit() -> str:
     return found.stdout.strip() or "unknown"
 
 
+def synchronize() -> None:
+    """Wait for the GPU, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def peak_gib() -> float | None:
+    """The most memory that tensors took on the GPU since the last `reset_peak`; None without one."""
+    return torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
+
+
+def reset_peak() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
 def report(
     options: argparse.Namespace,
     *,

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from common import arguments
+from shapes import in_bfloat16, llama3_8b
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
 from longrope2.factors import RescaleFactors
@@ -76,22 +76,8 @@ def build(options: argparse.Namespace) -> tuple[Any, Setting]:
         return loaded.model, Setting(
             suffix="tiny-cpu", clock="CPU time of one thread", factors=factors, shadow_chunk=options.shadow_chunk or 8
         )
-    config = LlamaConfig(
-        vocab_size=128_256,
-        hidden_size=4096,
-        intermediate_size=14_336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=8192,
-        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
-    )
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):
-        model = LlamaForCausalLM(config).eval()
-    torch.set_default_dtype(torch.float32)
-    factors = rescale("yarn", read_config(config.to_dict()).rope, 131_072)
+    model = in_bfloat16(llama3_8b)
+    factors = rescale("yarn", read_config(model.config.to_dict()).rope, 131_072)
     return model, Setting(suffix="8b", clock="wall", factors=factors, shadow_chunk=options.shadow_chunk or 128)
 
 
@@ -121,12 +107,3 @@ def seconds_per_token(model: Any, prompt: Tensor, new: int, **options: Any) -> t
 def cache_gib(cache: Any) -> float:
     """Memory of the keys and values in a cache."""
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) / 2**30
-
-
-def peak_gib() -> float | None:
-    return torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
-
-
-def reset_peak() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()

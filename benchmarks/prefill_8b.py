@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable
 
 import torch
-from common import arguments, report
+from common import arguments, peak_gib, report, reset_peak
+from shapes import in_bfloat16, llama3_8b
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from longrope2.families import read_config
 from longrope2.methods import rescale
@@ -20,18 +20,18 @@ from longrope2.perplexity import scoring
 ANSWER_TOKENS = 7
 
 
-def best_seconds(run: Callable[[], object], repeats: int) -> tuple[float, float]:
+def best_seconds(run: Callable[[], object], repeats: int) -> tuple[float, float | None]:
     """Seconds of the fastest run and peak GiB, after one to warm up."""
     run()
     torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
+    reset_peak()
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
         run()
         torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
-    return min(times), torch.cuda.max_memory_allocated() / 2**30
+    return min(times), peak_gib()
 
 
 def main() -> None:
@@ -41,26 +41,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2)
     options = parser.parse_args()
 
-    config = LlamaConfig(
-        vocab_size=128_256,
-        hidden_size=4096,
-        intermediate_size=14_336,
-        num_hidden_layers=options.layers,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=8192,
-        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
-    )
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):
-        model = LlamaForCausalLM(config).eval()
-    torch.set_default_dtype(torch.float32)
+    model = in_bfloat16(lambda: llama3_8b(options.layers))
     tokens = torch.randint(1000, 100_000, (options.length,))
     answer = options.length - ANSWER_TOKENS, options.length
     needle = Needle(key="k", value="1", depth=0.0, start=1, answer=answer)
     document = NeedleDocument(token_ids=tuple(tokens.tolist()), needles=(needle,), book="random", book_start=0)
-    factors = rescale("yarn", read_config(config.to_dict()).rope, options.length)
+    factors = rescale("yarn", read_config(model.config.to_dict()).rope, options.length)
 
     measured = {}
     for name, compiled in (("plain", False), ("compiled", True)):

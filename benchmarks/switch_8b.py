@@ -11,16 +11,14 @@ slowest of every run is reported as well.
 import statistics
 from typing import Any
 
-from common import report
+from common import peak_gib, report, reset_peak
 from decoding import (
     Setting,
     build,
     cache_gib,
     decode_arguments,
     num_repeats,
-    peak_gib,
     prompt_of,
-    reset_peak,
     seconds_per_token,
 )
 

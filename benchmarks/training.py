@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-from common import arguments, report
+from common import arguments, peak_gib, report, reset_peak, synchronize
+from shapes import DEVICE, llama3_8b, phi3_mini, smollm2, tiny_llama3
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
 
 from longrope2.distributed import World
 from longrope2.families import read_config
@@ -32,46 +32,8 @@ from longrope2.training.mixed import Batch, MixedWindowModel, mixed_window
 from longrope2.training.parallel import shard
 from longrope2.training.trainable import add_lora
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ALONE = World(process=0, num_processes=1, local_process=0)
 CONFIG = TrainConfig(steps=100).resolved()
-
-
-def phi3_mini() -> Phi3ForCausalLM:
-    config = Phi3Config(
-        vocab_size=32_064, hidden_size=3072, intermediate_size=8192, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=32, max_position_embeddings=4096, original_max_position_embeddings=4096,
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0}, pad_token_id=0, bos_token_id=1,
-        eos_token_id=2,
-    )  # fmt: skip
-    return Phi3ForCausalLM(config)
-
-
-def smollm2() -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=49_152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
-        num_key_value_heads=3, max_position_embeddings=8192, tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
-
-
-def llama3_8b() -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=8, max_position_embeddings=8192,
-        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
-
-
-def tiny_llama3() -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=512, hidden_size=64, intermediate_size=224, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64,
-        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
 
 
 def row(length: int, vocabulary: int, *, document: int | None = None) -> Batch:
@@ -113,11 +75,6 @@ def trainable(
     torch.cuda.empty_cache()
 
 
-def synchronize() -> None:
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-
-
 def speed(mixed, optimizer, batches: list[Batch], *, warm_up: int, steps: int) -> float:
     """Tokens per second over some steps."""
     tokens = sum(batch.tokens.numel() for batch in batches)
@@ -129,10 +86,6 @@ def speed(mixed, optimizer, batches: list[Batch], *, warm_up: int, steps: int) -
         print(f"  step {step + 1}: {tokens / result.seconds:,.0f} tokens/s, loss {result.loss:.3f}", flush=True)
     synchronize()
     return steps * tokens / (time.perf_counter() - start)
-
-
-def peak_gib() -> float:
-    return torch.cuda.max_memory_allocated() / GIB if DEVICE == "cuda" else 0.0
 
 
 def measure_phi3(options) -> None:
@@ -218,7 +171,7 @@ def measure_smollm2(options) -> None:
     length, document = 32_768, 4096
     variants = {}
     for name, chosen in {"plain": {}, "compiled": {"compiled": True}, "recompute": {"recompute": True}}.items():
-        torch.cuda.reset_peak_memory_stats()
+        reset_peak()
         with trainable(smollm2, length, **chosen) as (mixed, optimizer):
             vocabulary = mixed.model.config.vocab_size
             batches = [row(length, vocabulary) for _ in range(3)] + [row(length, vocabulary, document=document)]

@@ -16,8 +16,8 @@ PACKAGE = Path(longrope2.__file__).parent
 ORDER = [
     "errors", "chat", "options", "intervals", "files", "records", "malloc", "runfolder", "journal", "console",
     "tracking", "distributed", "interrupts", "rope", "factors", "methods", "families", "gguf_model", "models",
-    "inspection", "figures", "collection", "rotary", "generation", "serving", "kernels", "attention", "books", "codec",
-    "needles", "pieces", "perplexity", "calibration", "search", "data", "training", "evaluation", "export", "checking",
+    "inspection", "figures", "collection", "rotary", "kernels", "attention", "pieces", "generation", "serving", "books",
+    "codec", "needles", "perplexity", "calibration", "search", "data", "training", "evaluation", "export", "checking",
     "ledger", "report", "watching", "pipeline", "keywords", "api", "command_options", "cli", "reference",
 ]  # fmt: skip
 

@@ -1,5 +1,7 @@
 """The attention function against plain float64 arithmetic and against transformers' eager attention."""
 
+import math
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ from conftest import FAMILY_OPTIONS, family_model
 from longrope2 import attention, kernels
 from longrope2.attention import TrailingQueries, causal_attention, our_attention
 from longrope2.errors import LongRopeError
-from longrope2.kernels import TORCH_KERNEL, Heads, Kernel, choose_kernel, reference_attention
+from longrope2.kernels import TORCH_KERNEL, Heads, Kernel, choose_continued, choose_kernel, reference_attention
 
 
 def naive(q, k, v, scale, window=None, softcap=None, sinks=None):
@@ -45,6 +47,37 @@ def test_against_the_definition(num_queries, kv_heads, options, monkeypatch):
     expected = naive(q, k, v, 0.3, **options).float()
     for function in (causal_attention, reference_attention):
         torch.testing.assert_close(function(q, k, v, scale=0.3, **options), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 16), (6, 2, 16), (4, 1, 12)])
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(9, 10), (9, 33), (32, 33), (17, 64)])
+def test_positions_after_a_cache_need_no_mask(heads, kv_heads, dim, num_queries, num_keys, monkeypatch):
+    monkeypatch.setattr(attention, "QUERY_BLOCK", 8)
+    monkeypatch.setattr(attention, "by_blocks", lambda *_: pytest.fail("a mask"))
+    q = torch.randn(2, heads, num_queries, dim)
+    k, v = torch.randn(2, kv_heads, num_keys, dim), torch.randn(2, kv_heads, num_keys, dim)
+    k[:, :, 0] *= 30  # most weight on one key before, or on none
+    expected = naive(q, k, v, 0.3).float()
+    torch.testing.assert_close(causal_attention(q, k, v, scale=0.3), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_kernel_that_cannot_continue_is_passed_over(monkeypatch):
+    heads = Heads(torch.device("cpu"), torch.float32, 4, 2, 16)
+    assert choose_continued(heads) is kernels.flash_weighed  # cuDNN needs a GPU
+
+    def in_bits(*arguments, **options):
+        output, sums = kernels.flash_weighed(*arguments, **options)
+        return output, sums / math.log(2)  # logarithms to the base of 2, as some kernels give
+
+    assert kernels.continues(kernels.flash_weighed, heads)
+    assert not kernels.continues(in_bits, heads)
+    q, k, v = heads.random(40)
+    monkeypatch.setattr(attention, "QUERY_BLOCK", 8)
+    expected = causal_attention(q[:, :, -20:], k, v, scale=0.25)
+    monkeypatch.setattr(attention, "choose_continued", lambda _: None)
+    torch.testing.assert_close(causal_attention(q[:, :, -20:], k, v, scale=0.25), expected)
+    values = v[..., :8]  # narrower than keys, as in DeepSeek's models
+    torch.testing.assert_close(causal_attention(q[:, :, -20:], k, values, scale=0.25), expected[..., :8])
 
 
 def test_a_wrong_kernel_is_found_out():

@@ -12,9 +12,12 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, CompileConfig, DynamicCache, StaticCache, StoppingCriteria, TextStreamer
 
 from conftest import FAMILY_OPTIONS, ORIGINAL_LENGTH, TARGET_LENGTH, family_model
+from longrope2 import attention
 from longrope2.errors import FactorsError, LongRopeError
+from longrope2.families import attends_simply
 from longrope2.generation import caches, saved, strategies
 from longrope2.generation.switch import load, switching
+from longrope2.models import decoder_layers
 from longrope2.rotary import rescaled
 from test_rotary import make_factors, through_transformers, tokens_of
 
@@ -67,6 +70,29 @@ def generate(model, ids, mask=None, new=8, **options):
     return model.generate(
         ids, attention_mask=mask, max_new_tokens=new, return_dict_in_generate=True, output_logits=True, **options
     )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("length", [ORIGINAL_LENGTH - 3, 2 * ORIGINAL_LENGTH])
+def test_long_texts_are_read_in_pieces_without_a_mask(family, length, monkeypatch):
+    """Also where they are read again at the switch; a mask of a piece over a million tokens would fit no memory."""
+    monkeypatch.setattr(strategies, "READ_TOKENS", 12)
+    monkeypatch.setattr(attention, "QUERY_BLOCK", 4)
+    model, oracle, seen = switching_model(family), Oracle(family), []
+    simply = attends_simply(model.config)
+    before = model.config._attn_implementation
+    for layer in decoder_layers(model):
+        layer.register_forward_pre_hook(
+            lambda _, args, given: seen.append((args[0].shape[1], given.get("attention_mask"))), with_kwargs=True
+        )
+    ids, mask = batch_of(length)
+    oracle.check(generate(model, ids, mask), mask)
+    if simply:
+        assert max(size for size, _ in seen) == 12
+        assert all(given is None for size, given in seen if size > 1)
+    assert model.config._attn_implementation == before
+    oracle.check(generate(model, *batch_of(length, 20)), batch_of(length, 20)[1])  # padding needs a mask
+    oracle.check(generate(model, ids, mask, cache_implementation="static"), mask)  # so does room for more
 
 
 @pytest.mark.parametrize("family", FAMILIES)

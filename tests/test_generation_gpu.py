@@ -4,6 +4,9 @@ import pytest
 import torch
 
 from conftest import ORIGINAL_LENGTH
+from longrope2 import attention
+from longrope2.generation import strategies
+from longrope2.kernels import Heads, choose_continued
 from test_generation import Oracle, batch_of, generate, switching_model
 
 pytestmark = pytest.mark.gpu
@@ -39,6 +42,20 @@ def test_compiled_decode(family, strategy):
         oracle.check(generate(model, ids, mask, new=12, cache_implementation="static"), mask)
     assert getattr(model, "_compiled_call", None) is not None, "transformers did not compile"
     assert model.longrope2.extra_tokens[-3:] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(9, 3, 64), (32, 8, 128), (32, 32, 96)])
+def test_a_fast_kernel_goes_on_after_a_cache(heads, kv_heads, size):
+    assert choose_continued(Heads(torch.device("cuda"), torch.bfloat16, heads, kv_heads, size)) is not None
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
+def test_long_texts_are_read_in_pieces(family, monkeypatch):
+    monkeypatch.setattr(strategies, "READ_TOKENS", 12)
+    monkeypatch.setattr(attention, "QUERY_BLOCK", 4)
+    model, oracle = cuda(family)
+    ids, mask = batch(2 * ORIGINAL_LENGTH)
+    oracle.check(generate(model, ids, mask), mask)
 
 
 @pytest.mark.parametrize("cache", ["offloaded", "offloaded_static"])

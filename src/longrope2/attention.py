@@ -20,7 +20,9 @@ from longrope2.kernels import (
     TORCH_KERNEL,
     Heads,
     by_blocks,
+    choose_continued,
     choose_kernel,
+    continued_attention,
     reference_attention,
     varlen_agrees,
     varlen_attention,
@@ -44,6 +46,11 @@ def causal_attention(
     if softcap is not None or sinks is not None:
         return reference_attention(query, key, value, scale=scale, window=window, softcap=softcap, sinks=sinks)
     slides = window is not None and window < num_keys
+    # Fewer queries than a block have one small mask. Gradients never meet a cache.
+    if not slides and QUERY_BLOCK < num_queries < num_keys and query.shape[3] == value.shape[3]:
+        attend = None if _learns(query, key, value) else choose_continued(Heads.of(query, key))
+        if attend is not None:
+            return continued_attention(query, key, value, scale, attend)
     if slides or num_queries < num_keys:
         # torch aligns is_causal to the first key and knows no window: these need masks, block by block.
         block = max(window, QUERY_BLOCK) if slides and window else QUERY_BLOCK

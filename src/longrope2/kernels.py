@@ -52,6 +52,7 @@ BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
+FLASH_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 HOPPER = (9, 0)
 """From this chip on cuDNN's kernel is 1.4 to 1.9 times as fast as flash attention (docs/speed.md)."""
 
@@ -179,6 +180,69 @@ def reference_attention(
         return scores.softmax(-1) @ values
 
     return by_blocks(query, key, QUERY_BLOCK, window, attend)
+
+
+Weighed = Callable[..., tuple[Tensor, Tensor]]
+"""(query, key, value, scale, is_causal) → attention, and for each query the logarithm of what its weights were divided
+by: [B,H,Q]. Not for gradients."""
+
+
+def flash_weighed(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, *, is_causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Flash attention as a `Weighed`."""
+    aten = torch.ops.aten
+    kernel = aten._scaled_dot_product_flash_attention if query.is_cuda else FLASH_ON_CPU
+    output, sums = kernel(query, key, value, 0.0, is_causal, scale=scale)[:2]
+    return output, sums
+
+
+def cudnn_weighed(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, *, is_causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """cuDNN's attention as a `Weighed`."""
+    kernel = torch.ops.aten._scaled_dot_product_cudnn_attention
+    output, sums = kernel(query, key, value, None, True, 0.0, is_causal, scale=scale)[:2]
+    return output, sums.reshape(output.shape[:3])
+
+
+def continued_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, attend: Weighed) -> Tensor:
+    """Causal attention of the last Q positions over all S, for which kernels without a mask know no alignment.
+
+    What came before needs no mask, the new positions are a square: both apart, joined by their weights.
+    """
+    before, repeats = key.shape[2] - query.shape[2], query.shape[1] // key.shape[1]
+    # Heads that share a key are as many queries of one head: the keys before are not repeated for them.
+    grouped = query.reshape(query.shape[0], key.shape[1], -1, query.shape[3])
+    old, old_sums = attend(grouped, key[:, :, :before], value[:, :, :before], scale)
+    keys, values = (x[:, :, before:].repeat_interleave(repeats, 1) for x in (key, value))
+    new, new_sums = attend(query, keys, values, scale, is_causal=True)
+    share = torch.sigmoid(old_sums.reshape(new_sums.shape) - new_sums)[..., None]
+    return torch.lerp(new.float(), old.reshape(new.shape).float(), share).to(query.dtype)
+
+
+@aside
+def choose_continued(heads: Heads) -> Weighed | None:
+    """The first kernel with which `continued_attention` agrees with the reference on this device, if there is one."""
+    for attend in (cudnn_weighed, flash_weighed):
+        try:
+            if continues(attend, heads):
+                return attend
+        except (NotImplementedError, RuntimeError):
+            continue  # this build or chip does not have it
+    return None
+
+
+def continues(attend: Weighed, heads: Heads) -> bool:
+    """Compare with float32, at odd numbers of positions before and after."""
+    scale = heads.head_dim**-0.5
+    return _same(
+        lambda q, k, v: continued_attention(q[:, :, -515:], k, v, scale, attend),
+        lambda q, k, v: reference_attention(q[:, :, -515:], k, v, scale=scale),
+        heads,
+        length=1111,
+        training=False,
+    )
 
 
 def by_blocks(

@@ -1,4 +1,7 @@
-"""MLPs piece by piece: they treat tokens one by one, and their inner width is what needs most memory at 128k."""
+"""How much of a long row goes through a model at once.
+
+MLPs treat tokens one by one, and their inner width is what needs most memory at 128k.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+READ_TOKENS = 131_072
+"""How many tokens of a text are read by one forward; of a longer text a cache keeps what was read before."""
 MLP_ROWS = 32_768
 """How many positions go through an MLP at once."""
 

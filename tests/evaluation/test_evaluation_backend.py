@@ -6,12 +6,15 @@ import pytest
 import torch
 
 from conftest import ORIGINAL_LENGTH, family_model
+from longrope2 import attention
 from longrope2.errors import LongRopeError
+from longrope2.evaluation import backend as backend_module
 from longrope2.evaluation.backend import TorchBackend
 from longrope2.evaluation.decoding import RowsCache, last_token_attention
 from longrope2.evaluation.suite import Prompt, TextSpan
 from longrope2.generation.switch import switching
 from longrope2.kernels import reference_attention
+from longrope2.models import decoder_layers
 from longrope2.rotary import rescaled
 from test_rotary import make_factors, tokens_of
 
@@ -67,6 +70,36 @@ def test_rows_of_different_lengths_on_both_sides(family):
                 alone = plain(input_ids=tokens, use_cache=False).logits[0, -1]
                 assert (together[row] - alone).abs().max() < 1e-4 * alone.abs().max()
                 assert int(alone.argmax()) == answers[row][step]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_long_prompts_are_read_in_pieces(family, monkeypatch):
+    """The same answers and losses as in one forward, on both sides, whatever a piece has to do with a window."""
+    monkeypatch.setattr(attention, "QUERY_BLOCK", 4)  # pieces of 12 tokens are several blocks
+    backend = recording(switching(family_model(family), make_factors(family_model(family), **SIDES)))
+    prompts = [prompt_of(length) for length in (7, ORIGINAL_LENGTH - 6, 2 * ORIGINAL_LENGTH)]
+    tokens = tokens_of(2 * ORIGINAL_LENGTH + 1, seed=3)[0].tolist()
+    spans = [
+        TextSpan(token_ids=tokens, start=1),
+        TextSpan(token_ids=tokens, start=40, only=(40, 41, 64)),
+        TextSpan(token_ids=tokens[:30], start=13),
+    ]
+    expected = backend._decode(prompts), backend.losses(spans), backend.score(spans)
+    whole = list(backend.steps)
+    monkeypatch.setattr(backend_module, "READ_TOKENS", 12)
+    seen = []
+    backend.steps.clear()
+    decoder_layers(backend.model)[0].register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
+    answers, losses, scores = backend._decode(prompts), backend.losses(spans), backend.score(spans)
+    assert max(seen) == 12
+    assert answers == expected[0]
+    for together, alone in zip(backend.steps, whole, strict=True):
+        assert (together - alone).abs().max() < 1e-4 * alone.abs().max()
+    for found, wanted in zip(losses, expected[1], strict=True):
+        assert found == pytest.approx(wanted, rel=1e-4, abs=1e-4)
+    for found, wanted in zip(scores, expected[2], strict=True):
+        assert (found.num_tokens, found.exact) == (wanted.num_tokens, wanted.exact)
+        assert found.nll == pytest.approx(wanted.nll, rel=1e-4)
 
 
 def test_a_plain_model_has_no_switch():
@@ -134,11 +167,10 @@ def test_memory_left_of_a_row_never_matters(monkeypatch):
 
 def test_the_cache_takes_no_more_room_than_its_rows_need():
     cache = RowsCache([3, 7], steps=2)
-    cache.filling = 0
-    cache.update(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4), 0)
-    assert cache._layers[0][0].shape == (2, 2, 9, 4)
-    assert cache.get_seq_length() == 0
-    cache.filling = None
+    with cache.filling(0, 0):
+        cache.update(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4), 0)
+        assert cache._layers[0][0].shape == (2, 2, 9, 4)
+        assert cache.get_seq_length() == 0
     cache.grow()
     assert cache.visible(torch.device("cpu")).tolist() == [[False] * 4, [True] * 4]
     assert RowsCache([5, 5], steps=1).visible(torch.device("cpu")) is None

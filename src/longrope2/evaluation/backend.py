@@ -22,6 +22,7 @@ from longrope2.generation.strategies import Switch
 from longrope2.generation.switch import load as load_switching
 from longrope2.models import ModelInfo, body, cached_values, pretrained_source
 from longrope2.perplexity import LOGIT_ROWS, Score, head_logits, score_tokens, total
+from longrope2.pieces import READ_TOKENS
 from longrope2.serving.settings import settings_of
 
 # Of the memory that is free once the weights are loaded, the rest being for activations.
@@ -83,19 +84,33 @@ class TorchBackend:
     def _pieces(self, spans: Sequence[TextSpan], measure: Callable[[Tensor, Tensor], Piece]) -> list[list[Piece]]:
         """What `measure` makes of logits and tokens, for each span piece by piece."""
         if not attends_simply(self.model.config):
-            return [[measure(*piece) for piece in self._logits(self._alone(span), span)] for span in spans]
+            return [[measure(*piece) for piece in self._logits(self._alone(span), span, span.places)] for span in spans]
         # The last token is only predicted, never run. So answers of one token to the same question share a row.
         inputs = [tuple(span.token_ids[:-1]) for span in spans]
         rows = {tokens: row for row, tokens in enumerate(dict.fromkeys(inputs))}
         width = max(map(len, rows))
+        if width > READ_TOKENS:
+            return [self._read_pieces(span, measure) for span in spans]
         ids = torch.tensor([[*tokens, *[0] * (width - len(tokens))] for tokens in rows], device=self.model.device)
         with torch.no_grad(), our_attention(self.model), self._out_of_memory("scoring", width):
             self._choose([len(tokens) for tokens in rows])
             hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
             return [
-                [measure(*piece) for piece in self._logits(hidden[rows[key]], span)]
+                [measure(*piece) for piece in self._logits(hidden[rows[key]], span, span.places)]
                 for key, span in zip(inputs, spans, strict=True)
             ]
+
+    def _read_pieces(self, span: TextSpan, measure: Callable[[Tensor, Tensor], Piece]) -> list[Piece]:
+        """The same for one long span, whose hidden states are never there all at once."""
+        ids, done = span.token_ids[:-1], 0
+        found: list[Piece] = []
+        with torch.no_grad(), rows_attention(self.model), self._out_of_memory("scoring", len(ids)):
+            for hidden in self._read(RowsCache([len(ids)], 0), 0, ids):
+                end = done + hidden.shape[1]
+                if here := [place for place in span.places if done < place <= end]:
+                    found += [measure(*piece) for piece in self._logits(hidden[0], span, here, done)]
+                done = end
+        return found
 
     def _alone(self, span: TextSpan) -> Tensor:
         """The hidden states of a span by itself, with the model's own attention."""
@@ -105,14 +120,19 @@ class TorchBackend:
             hidden: Tensor = body(self.model)(input_ids=ids, use_cache=False).last_hidden_state[0]
         return hidden
 
-    def _logits(self, hidden: Tensor, span: TextSpan) -> Iterator[tuple[Tensor, Tensor]]:
-        """Logits of some tokens of a span, and these tokens, until all had their turn."""
+    def _logits(
+        self, hidden: Tensor, span: TextSpan, wanted: Sequence[int], first: int = 0
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Logits of some tokens of a span, and these tokens, until all wanted had their turn.
+
+        `hidden` has the states from position `first` on.
+        """
         tokens = torch.tensor(span.token_ids, device=hidden.device)
-        places = torch.tensor(span.places, device=hidden.device)
+        places = torch.tensor(wanted, dtype=torch.long, device=hidden.device)
         for some in places.split(LOGIT_ROWS):
             # The state that predicts a token stands one position before it.
             with torch.no_grad():
-                logits = head_logits(self.model, hidden[None, some - 1])[0]
+                logits = head_logits(self.model, hidden[None, some - 1 - first])[0]
             yield logits, tokens[some]
 
     def _decode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
@@ -134,15 +154,20 @@ class TorchBackend:
 
     def _fill(self, cache: RowsCache, row: int, prompt: Prompt) -> Tensor:
         """Run one prompt; returns its last hidden state."""
-        cache.filling = row
-        try:
-            self._choose([len(prompt.token_ids)])
-            ids = torch.tensor([prompt.token_ids], device=self.model.device)
-            positions = torch.arange(ids.shape[1], device=ids.device)[None]
-            # A copy, or every prompt's states would stay in memory.
-            return self._forward(ids, positions, cache)[:, -1:].clone()
-        finally:
-            cache.filling = None
+        for hidden in self._read(cache, row, prompt.token_ids):
+            last = hidden[:, -1:].clone()  # a copy, or every prompt's states would stay in memory
+        return last
+
+    def _read(self, cache: RowsCache, row: int, tokens: Sequence[int]) -> Iterator[Tensor]:
+        """Run the tokens of one row; gives their hidden states, of a long row piece by piece."""
+        ids = torch.tensor([tokens], device=self.model.device)
+        positions = torch.arange(ids.shape[1], device=ids.device)[None]
+        for done in range(0, len(tokens), READ_TOKENS):
+            piece = slice(done, done + READ_TOKENS)
+            self._choose([len(tokens)])
+            with cache.filling(row, done):
+                hidden = self._forward(ids[:, piece], positions[:, piece], cache)
+            yield hidden
 
     def _forward(self, ids: Tensor, positions: Tensor, cache: RowsCache) -> Tensor:
         # The part below the head has none of the hooks that guard a switching model's own caches.

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from longrope2.attention import attending, causal_attention, for_transformers
+from longrope2.kernels import flash_weighed
 
 NAME = "longrope2_rows"
 
@@ -30,8 +31,16 @@ class RowsCache:
         self._capacity = self._columns + steps
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._visible: Tensor | None = None
-        self.filling: int | None = None
-        """The row whose prompt is being run; None while all rows are decoded."""
+        self._filling: tuple[int, int] | None = None
+
+    @contextmanager
+    def filling(self, row: int, done: int) -> Iterator[None]:
+        """Inside the block forwards run the prompt of one row, of which so many tokens are there already."""
+        self._filling = row, done
+        try:
+            yield
+        finally:
+            self._filling = None
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Called by each layer: keep new keys and values, return those to attend to."""
@@ -39,10 +48,14 @@ class RowsCache:
             shape = (len(self._starts), key.shape[1], self._capacity)
             self._layers[layer_idx] = (key.new_empty(*shape, key.shape[3]), value.new_empty(*shape, value.shape[3]))
         keys, values = self._layers[layer_idx]
-        if self.filling is not None:
-            row, start = self.filling, self._starts[self.filling]
-            keys[row, :, start : self._columns] = key[0]
-            values[row, :, start : self._columns] = value[0]
+        if self._filling is not None:
+            row, done = self._filling
+            start = self._starts[row]
+            end = start + done + key.shape[2]
+            keys[row, :, start + done : end] = key[0]
+            values[row, :, start + done : end] = value[0]
+            if done:
+                return keys[row : row + 1, :, start:end], values[row : row + 1, :, start:end]
             # What memory happens to hold may be NaN, which hiding its column does not undo.
             keys[row, :, :start] = 0
             values[row, :, :start] = 0
@@ -53,7 +66,7 @@ class RowsCache:
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns before those of the forward under way."""
-        return 0 if self.filling is not None else self._columns - 1
+        return self._columns - 1 if self._filling is None else self._filling[1]
 
     def grow(self) -> None:
         """Make room for one more token of every row."""
@@ -110,10 +123,9 @@ def last_token_attention(
 def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
     """Attention without a mask, and the logarithm of what its weights were divided by: [B,K,Q]."""
     flash = softcap is None and query.shape[3] == value.shape[3] and query.shape[3] % 8 == 0
-    if flash and query.is_cuda and query.dtype.itemsize == 2 and query.shape[3] <= 256:
-        return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, scale=scale)[:2]
-    if flash and query.device.type == "cpu":
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, scale=scale)[:2]
+    on_gpu = query.is_cuda and query.dtype.itemsize == 2 and query.shape[3] <= 256
+    if flash and (on_gpu or query.device.type == "cpu"):
+        return flash_weighed(query, key, value, scale)
     scores = _scores(query, key, scale, softcap)
     lse = scores.logsumexp(-1)
     return (scores - lse[..., None]).exp() @ value.float(), lse

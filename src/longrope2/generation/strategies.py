@@ -3,6 +3,7 @@
 import math
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,9 +11,11 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin, StoppingCriteriaList
 
+from longrope2.attention import our_attention
 from longrope2.console import warn
 from longrope2.errors import LongRopeError
 from longrope2.factors import RescaleFactors
+from longrope2.families import attends_simply
 from longrope2.generation.caches import (
     Filled,
     blank_like,
@@ -24,6 +27,7 @@ from longrope2.generation.caches import (
     without_padding,
 )
 from longrope2.generation.config import Strategy
+from longrope2.pieces import READ_TOKENS
 from longrope2.rotary import RescaledRotary, is_long
 
 # Not the model's own method: Phi-3's drops its cache by a rule that counts padding.
@@ -162,20 +166,24 @@ class Run:
     ) -> Any:
         """Run the columns from `start`, the end of the cache, to `stop`, in chunks; returns the last outputs."""
         outputs = None
-        while start < stop:
-            end = stop if chunk is None else min(start + chunk, stop)
-            outputs = forward(
-                **step_inputs(
-                    self.model,
-                    input_ids[:, start:end],
-                    past_key_values=cache,
-                    attention_mask=None if attention_mask is None else attention_mask[:, :end],
-                    position_ids=position_ids[:, start:end],
-                    **inputs,
-                ),
-                return_dict=True,
-            )
-            start = end
+        attention: AbstractContextManager[None] = nullcontext()
+        if chunk is None and stop - start > READ_TOKENS and _needs_no_mask(self.model, cache, attention_mask):
+            chunk, attention = READ_TOKENS, our_attention(self.model)
+        with attention:
+            while start < stop:
+                end = stop if chunk is None else min(start + chunk, stop)
+                outputs = forward(
+                    **step_inputs(
+                        self.model,
+                        input_ids[:, start:end],
+                        past_key_values=cache,
+                        attention_mask=None if attention_mask is None else attention_mask[:, :end],
+                        position_ids=position_ids[:, start:end],
+                        **inputs,
+                    ),
+                    return_dict=True,
+                )
+                start = end
         return outputs
 
     def before_token(self, input_ids: Tensor, cache: Any, **inputs: Any) -> None:
@@ -275,6 +283,12 @@ class Run:
         if not allow_beyond:
             raise LongRopeError(message, hint="lower max_new_tokens, or pass allow_beyond=True")
         warn(message)
+
+
+def _needs_no_mask(model: Any, cache: Any, mask: Tensor | None) -> bool:
+    """Whether our attention can take the place of the model's: no padding, and a cache that holds nothing else."""
+    dynamic = cache is not None and all(type(layer).__name__.startswith("Dynamic") for layer in cache.layers)
+    return dynamic and attends_simply(model.config) and (mask is None or bool(mask.all()))
 
 
 # When the long cache of a row that is about to cross gets built: in chunks, as late as possible, never late.
