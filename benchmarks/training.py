@@ -67,7 +67,7 @@ def trainable(
         freeze_in_four_bits(model)
     factors = rescale("yarn", read_config(model.config.to_dict()).rope, target_length)
     with mixed_window(model, factors, **options) as mixed:
-        shard(mixed, ALONE)
+        shard(mixed, ALONE, DEVICE)
         mixed.train()
         yield mixed, make_optimizer(mixed, config)
     del model, mixed

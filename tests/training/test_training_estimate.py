@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from longrope2.models import describe, skeleton
 from longrope2.training.config import LEVELS, EstimateConfig, TrainConfig
 from longrope2.training.estimate import (
     GIB,
+    RESERVED,
     Work,
     assumed_work,
     estimate,
@@ -252,15 +254,42 @@ def test_what_would_fit_fits_and_half_of_it_does_not(tmp_path, length, gpus, mem
         assert result(**found)["fits"], change
 
 
-def test_weights_that_no_gpu_can_load_do_not_fit(tmp_path):
-    LlamaConfig(
-        hidden_size=8192, intermediate_size=28_672, num_hidden_layers=80, num_attention_heads=64,
-        num_key_value_heads=8, vocab_size=128_256, max_position_embeddings=8192,
-    ).save_pretrained(tmp_path)  # fmt: skip
-    wanted = EstimateConfig(gpus=256, target_length=LENGTH)
-    memory, _ = estimate_tables(estimate_run(str(tmp_path), TrainConfig(sequence_parallel=8), wanted))
-    assert "70.55B parameters" in memory.title
-    assert "does NOT fit; each GPU first loads all weights; nor with any one other option" in memory.caption
+SIZES = {  # width, width of MLPs, layers, heads, key and value heads: those of LLaMA 3
+    "1B": (2048, 8192, 16, 32, 8), "3B": (3072, 8192, 28, 24, 8), "8B": (4096, 14_336, 32, 32, 8),
+    "70B": (8192, 28_672, 80, 64, 8),
+}  # fmt: skip
+GIB_OF = {24: 23.9, 48: 44.9, 80: 79, 141: 139}
+
+
+def longest_rows(model, gpus, gib, levels):
+    """The longest rows that fit, and the first level at which they do."""
+    for length in (1 << power for power in range(22, 12, -1)):
+        for name in levels:
+            tokens, level = length // gpus, LEVELS[name]
+            held, beside = memory_of(model, tokens, gpus, level), host_memory_of(model, tokens, gpus, level)
+            if sum(held.values()) <= gib * GIB * RESERVED and sum(beside.values()) <= 128 * GIB * RESERVED:
+                label = f"{length >> 20}M" if length >= 1 << 20 else f"{length >> 10}k"
+                return label + "*" * (name == "4bit")
+    return "–"
+
+
+def test_the_table_of_what_fits_is_that_of_the_estimate(tmp_path):
+    shapes = []
+    for name, (hidden, inner, layers, heads, kv_heads) in SIZES.items():
+        config = LlamaConfig(
+            hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
+            num_key_value_heads=kv_heads, vocab_size=128_256, tie_word_embeddings=name in ("1B", "3B"),
+        )  # fmt: skip
+        shapes += [(shape(config, tmp_path / f"{name}-{rank}", lora=rank), rank) for rank in (None, 16)]
+    assert shapes[-2][0].parameters == pytest.approx(70.55e9, rel=1e-3)
+    rows = [
+        f"| {gpus} × {size} GB | "
+        + " | ".join(longest_rows(model, gpus, gib, list(LEVELS)[: None if rank else -1]) for model, rank in shapes)
+        + " |"
+        for size, gib in GIB_OF.items()
+        for gpus in (1, 2, 4, 8)
+    ]
+    assert "\n".join(rows) in (Path(__file__).parents[2] / "docs" / "training.md").read_text(), rows
 
 
 def test_an_8b_model_at_128k_fits_one_gpu(tmp_path):

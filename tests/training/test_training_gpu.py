@@ -45,12 +45,12 @@ def config(**options):
     return TrainConfig(batch_rows=2, learning_rate=1e-2, warmup_steps=2, save_every=2, **options).resolved()
 
 
-def trained(folder, *, device, steps=4, memory="plain", recompute=False):
-    model = family_model("llama").to(device)
+def trained(folder, *, device, steps=4, memory="plain", recompute=False, waits="cuda"):
+    model = family_model("llama").to(waits if device == "cuda" else device)
     if LEVELS[memory].compact:
         model = model.bfloat16()
     chosen = config(steps=steps, recompute=recompute or LEVELS[memory].frugal, memory=memory)
-    results = train_loop(model, make_factors(model), row, chosen, folder, ALONE)
+    results = train_loop(model, make_factors(model), row, chosen, folder, ALONE, device=torch.device(device))
     return model, [result.loss for result in results]
 
 
@@ -60,6 +60,14 @@ def test_losses_are_those_of_float32_and_master_weights_stay_float32(tmp_path, r
     model, losses = trained(tmp_path / "gpu", device="cuda", recompute=recompute)
     assert losses == pytest.approx(expected, rel=2e-2)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("memory", ["plain", "least"])
+def test_a_model_in_host_memory_goes_to_the_gpu_layer_by_layer(tmp_path, memory):
+    _, expected = trained(tmp_path / "there", device="cuda", memory=memory)
+    model, losses = trained(tmp_path / "moved", device="cuda", memory=memory, waits="cpu")
+    assert losses == expected
+    assert {p.device.type for p in model.parameters()} == {"cuda"}
 
 
 def test_the_memory_of_a_run_is_its_own(tmp_path):

@@ -397,8 +397,10 @@ def test_weights_and_biases_when_asked(sample, tmp_path, monkeypatch):
 
 
 def test_gpus_have_utilisation_and_memory(sample, tmp_path, monkeypatch, capsys):
-    """What a step on two H200s would say."""
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 3 << 30)
+    """What a step on two H200s would say, after a search that took more memory."""
+    peaks = [30 << 30]
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: peaks.append(3 << 30))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: peaks[-1])
     info = describe(sample.model)
     shape = shape_of(skeleton(info), info)
     config = TrainConfig(steps=1).resolved()

@@ -368,7 +368,6 @@ def estimate(
     chip, level, tokens = GPUS[gpu], LEVELS[memory], work.length // sequence_parallel
     held = memory_of(shape, tokens, gpus, level, recompute=recompute, compiled=compiled)
     total, available = sum(held.values()) / GIB, chip.memory * RESERVED
-    loading = loaded_bytes(shape, level) / GIB  # before it is spread over GPUs, each has the whole model
     passes = 2 + shape.trained_share + recompute  # forward, gradients of inputs and of weights, forward again
     forward_rate, backward_rate = chip.attention_rates(shape.head_dim)
     attention = shape.attention_flops(work.tokens, work.attended)
@@ -388,10 +387,9 @@ def estimate(
         "memory": memory,
         "memory_gib": {name: size / GIB for name, size in held.items()},
         "memory_total_gib": total,
-        "memory_loading_gib": loading,
         "memory_available_gib": available,
         "host_memory_gib": sum(host_memory_of(shape, tokens, gpus, level).values()) / GIB,
-        "fits": max(total, loading) <= available,
+        "fits": total <= available,
         "seconds_per_step": seconds,
         "tokens_per_second": work.tokens / seconds,
         "model_flops_utilisation": shape.step_flops(work.tokens, work.attended) / (seconds * gpus * chip.peak * 1e12),
@@ -434,11 +432,6 @@ def host_memory_of(shape: ModelShape, tokens: int, gpus: int, level: Level) -> d
     if level.frugal:
         held["layer inputs (bfloat16)"] = len(shape.windows) * HALF * tokens * shape.hidden
     return held
-
-
-def loaded_bytes(shape: ModelShape, level: Level) -> int:
-    """What each GPU holds before weights are spread over all."""
-    return (HALF if level.compact or shape.linear else FULL) * shape.parameters
 
 
 def _weights(shape: ModelShape, level: Level) -> dict[str, float]:
@@ -523,7 +516,5 @@ def _beside(result: Mapping[str, Any]) -> str:
 
 
 def _way_out(result: Mapping[str, Any]) -> str:
-    loads = result["memory_loading_gib"] > result["memory_available_gib"]
-    reason = "each GPU first loads all weights; " if loads else ""
     changes = result["would_fit"]
-    return f"{reason}it would with {' or '.join(changes)}" if changes else f"{reason}nor with any one other option"
+    return f"it would with {' or '.join(changes)}" if changes else "nor with any one other option"

@@ -24,10 +24,10 @@ class FourBitLinear(nn.Module):
     anything else.
     """
 
-    def __init__(self, layer: nn.Linear) -> None:
+    def __init__(self, layer: nn.Linear, device: torch.device | None = None) -> None:
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        packed, scales = pack(layer.weight.detach())
+        packed, scales = (x.to(layer.weight.device) for x in pack(layer.weight.detach().to(device)))
         self.weight = nn.Parameter(packed, requires_grad=False)
         self.scales = nn.Parameter(scales, requires_grad=False)
         self.bias = layer.bias
@@ -60,8 +60,8 @@ def _levels(device: torch.device) -> Tensor:
     return torch.tensor(LEVELS, device=device)
 
 
-def freeze_in_four_bits(model: nn.Module) -> None:
-    """Replace the linear layers that have low-rank additions."""
+def freeze_in_four_bits(model: nn.Module, device: torch.device | None = None) -> None:
+    """Replace the linear layers that have low-rank additions, where they are; the work is done on `device`."""
     layers: list[Any] = [module for module in model.modules() if hasattr(module, "base_layer")]
     for layer in layers:
-        layer.base_layer = FourBitLinear(layer.base_layer)
+        layer.base_layer = FourBitLinear(layer.base_layer, device)

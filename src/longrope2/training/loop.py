@@ -127,6 +127,7 @@ def train_loop(
     output: Path,
     here: World,
     *,
+    device: torch.device | None = None,
     kind_of: Callable[[int], str] | None = None,
     name_row: Callable[[int], str] = "row {} of the run".format,
     prepare: Callable[[range], None] = lambda _: None,
@@ -139,12 +140,13 @@ def train_loop(
     Resumes from the newest checkpoint in `output`. Rows are a pure function of their number, so that resuming needs
     one integer and any number of processes sees the same data.
 
-    A row is of the kind its RoPE says, unless `kind_of` knows better; `name_row` names it in errors. `prepare` hears
-    which rows the next step will ask for. `started` hears after how many steps the run goes on. `evaluate` may use the
-    model between steps, all processes at once; it is called before the first step and after each one, before that
-    step's checkpoint. Ctrl-C lets the step under way end and saves a checkpoint.
+    It is trained on `device`, by default where it is. A row is of the kind its RoPE says, unless `kind_of` knows;
+    `name_row` names it in errors. `prepare` hears which rows the next step will ask for. `started` hears after how many
+    steps the run goes on. `evaluate` may use the model between steps, all processes at once; it is called before the
+    first step and after each one, before that step's checkpoint. Ctrl-C lets the step under way end and saves a
+    checkpoint.
     """
-    device = next(model.parameters()).device
+    device = device or next(model.parameters()).device
     train, versions = config.to_json()["train"], package_versions("torch", "transformers")
     results = []
     level = config.level
@@ -154,7 +156,7 @@ def train_loop(
         mixed_window(model, factors, recompute=recompute, compiled=config.compiled, level=level) as mixed,
         sequence_parallel(here),
     ):
-        shard(mixed, here)
+        shard(mixed, here, device.type)
         optimizer = make_optimizer(mixed, config)
         checkpoints = Checkpoints(output / FOLDER, keep=config.keep, here=here, in_background=not level.states_in_host)
         resumed = checkpoints.load_latest(mixed, optimizer)

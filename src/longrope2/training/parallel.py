@@ -18,13 +18,14 @@ from longrope2.models import decoder_layers
 from longrope2.training.mixed import Batch, MixedWindowModel
 
 
-def shard(mixed: MixedWindowModel, here: World) -> None:
-    """Spread weights, gradients and optimizer state over all processes, layer by layer.
+def shard(mixed: MixedWindowModel, here: World, device: str) -> None:
+    """Spread weights, gradients and optimizer state over all processes, layer by layer, on devices of this type.
+
+    A model in host memory may be larger than a device: no more than a layer of it is there as a whole.
 
     Master weights stay as they are; on GPUs they are gathered, and layers computed, in bfloat16. A single GPU computes
     in bfloat16 the same way, so it is made a world of one process. So is a CPU where some weights are bfloat16.
     """
-    device = next(mixed.parameters()).device.type
     is_half = device == "cuda" or any(p.dtype == torch.bfloat16 for p in mixed.parameters())
     if here.num_processes == 1 and not is_half:
         return

@@ -53,7 +53,6 @@ from longrope2.training.estimate import (
     ModelShape,
     host_memory_of,
     known_gpu,
-    loaded_bytes,
     memory_of,
     possible_levels,
     shape_of,
@@ -227,7 +226,6 @@ def _chosen_memory(
         level, tokens = LEVELS[name], length // config.sequence_parallel
         options = {"recompute": config.recompute is not False, "compiled": config.compiled}
         needed = sum(memory_of(shape, tokens, here.num_processes, level, **options).values())
-        needed = max(needed, loaded_bytes(shape, level))
         beside = sum(host_memory_of(shape, tokens, here.num_processes, level).values())
         if needed <= gpu and beside <= host:
             break
@@ -475,15 +473,18 @@ def _trained(run: TrainingRun, output: Path, here: World, reporter: StepReporter
         hooks["evaluate"] = Retrieval(run.factors, run.needles, here, every=config.evaluate_every, note=note)
     device = here.device()
     dtype = torch.float32 if config.precision(config.level, device.type) == "float32" else torch.bfloat16
-    model = load(run.info, dtype=dtype, device=device).model
+    # Several processes read the same pages of its files, and none needs room for all of it on its GPU. Nor does what
+    # becomes a quarter of its size.
+    in_host = here.num_processes > 1 or config.level.four_bit
+    model = load(run.info, dtype=dtype, device="cpu" if in_host else device).model
     if config.lora is not None:
         torch.manual_seed(config.seed)
         add_lora(model, config.lora, config.also)
     if config.level.four_bit:
-        freeze_in_four_bits(model)
+        freeze_in_four_bits(model, device)
     freeze(model, config.freeze)
     hooks |= {"kind_of": rows.kind, "name_row": rows.name, "prepare": rows.prepare}
-    train_loop(model, run.factors, rows, config, output, here, **hooks)
+    train_loop(model, run.factors, rows, config, output, here, device=device, **hooks)
     return model
 
 
