@@ -137,7 +137,9 @@ def measure_llama3(options) -> None:
         options, name=name, value=long, unit="tokens/s", more_is_better=True,
         peer="not compiled, attention recomputed (its first step)", peer_value=full, length=length,
         parameters=shape.parameters, trained_parameters=shape.trained, memory=options.memory,
-        peak_gib=peak, estimated_gib=sum(memory_of(shape, length, 1, config.level, compiled=compiled).values()) / GIB,
+        peak_gib=peak, estimated_gib=sum(
+            memory_of(shape, length, 1, config.level, compiled=compiled, accumulates=False).values()
+        ) / GIB,
         host_gib=sum(host_memory_of(shape, length, 1, config.level).values()) / GIB,
         model_teraflops=long / length * shape.step_flops(length, length**2 // 2) / 1e12,
         short_rows_tokens_per_second=short, document=document,

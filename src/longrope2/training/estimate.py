@@ -366,7 +366,8 @@ def estimate(
 ) -> dict[str, Any]:
     """Memory of each GPU in GiB and the time a run takes, with what was assumed."""
     chip, level, tokens = GPUS[gpu], LEVELS[memory], work.length // sequence_parallel
-    held = memory_of(shape, tokens, gpus, level, recompute=recompute, compiled=compiled)
+    accumulates = work.rows * sequence_parallel > gpus
+    held = memory_of(shape, tokens, gpus, level, recompute=recompute, compiled=compiled, accumulates=accumulates)
     total, available = sum(held.values()) / GIB, chip.memory * RESERVED
     passes = 2 + shape.trained_share + recompute  # forward, gradients of inputs and of weights, forward again
     forward_rate, backward_rate = chip.attention_rates(shape.head_dim)
@@ -401,9 +402,16 @@ def estimate(
 
 
 def memory_of(
-    shape: ModelShape, tokens: int, gpus: int, level: Level, *, recompute: bool = True, compiled: bool = False
+    shape: ModelShape,
+    tokens: int,
+    gpus: int,
+    level: Level,
+    *,
+    recompute: bool = True,
+    compiled: bool = False,
+    accumulates: bool = True,
 ) -> dict[str, float]:
-    """Bytes on each GPU; `tokens` is its part of a row."""
+    """Bytes on each GPU; `tokens` is its part of a row, and it may have several rows in a step or one."""
     kv_width = shape.kv_heads * shape.head_dim
     # All that one layer does, norms in float32, which fused ones do not keep; the sum is what SmolLM2 was measured at.
     around, inside = (4, 3) if compiled else (8, 4)
@@ -412,9 +420,12 @@ def memory_of(
     whole += at_once * HALF * inside * shape.inner
     inputs = HALF * tokens * shape.hidden
     attention = tokens * (HALF * shape.width + FULL * shape.heads)
-    kept = len(shape.windows) * (inputs + attention if recompute else whole)
+    kept: float = len(shape.windows) * (inputs + attention if recompute else whole)
     if level.frugal:  # the input at work, and the one that comes next
         kept = 2 * inputs + (len(shape.windows) * attention if level.keeps_attention else 0)
+    if not accumulates and not shape.linear:
+        # No gradient is there before layers begin to give up what they kept; then one takes the place of the other.
+        kept = max(kept - (HALF if level.compact else FULL) * shape.trained / gpus, 0)
     states = {} if level.states_in_host else _states(shape, level)
     return {
         **{name: size / gpus for name, size in (_weights(shape, level) | states).items()},

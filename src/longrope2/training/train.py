@@ -224,8 +224,16 @@ def _chosen_memory(
     gpu, host = (RESERVED * min(sizes) for sizes in zip(*found, strict=True))
     for name in levels:
         level, tokens = LEVELS[name], length // config.sequence_parallel
-        options = {"recompute": config.recompute is not False, "compiled": config.compiled}
-        needed = sum(memory_of(shape, tokens, here.num_processes, level, **options).values())
+        held = memory_of(
+            shape,
+            tokens,
+            here.num_processes,
+            level,
+            recompute=config.recompute is not False,
+            compiled=config.compiled,
+            accumulates=config.batch_rows > here.size,
+        )
+        needed = sum(held.values())
         beside = sum(host_memory_of(shape, tokens, here.num_processes, level).values())
         if needed <= gpu and beside <= host:
             break
