@@ -1,17 +1,20 @@
 """Tokens a second of `data tokenise` with one and two workers, of `data plan`'s own tokeniser, and of datasets.map.
 
-    python benchmarks/tokenising.py [--megabytes 64] [--model MODEL]
+    python benchmarks/tokenising.py [--megabytes 64] [--model MODEL] [--repeats 3]
 
-All in one run over the same .jsonl files, each in a process of its own, its start included. datasets.map writes Arrow
-files, too. `forecast` is what `--dry-run` says of the whole for one worker, as a share of what it was. Needs
-`longrope2[eval,train]`, and cores that nobody else uses.
+All in one run over the same .jsonl files, each in a process of its own, its start included. One worker and two take
+turns, and their times are medians; the others run once. datasets.map writes Arrow files, too. `forecast` is what `--dry-run` says of the whole for one worker, as
+a share of what it was. Needs `longrope2[eval,train]`, and cores that nobody else uses.
 """
 
 import json
+import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from pathlib import Path
 
 from common import arguments, report
@@ -69,28 +72,34 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--megabytes", type=int, default=64)
     parser.add_argument("--model", default="tiny")
+    parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         source = Path(place) / "source"
         source.mkdir()
         corpus(source, options.megabytes)
-        seconds, tokens = {}, {}
-        for workers in (1, 2):
-            output = str(Path(place) / f"out{workers}")
-            shared = [str(source), "--model", options.model, "--shard-size", str(options.megabytes / FILES), "--json"]
-            name = f"{workers} workers"
-            arguments_ = ["data", "tokenise", *shared, "-o", output, "--workers", str(workers)]
-            seconds[name], shown = timed("-m", "longrope2", *arguments_)
-            shards = json.loads(shown)["shards"]
-            tokens[name] = sum(shard["tokens"] for shard in shards)
-        dry = ["data", "tokenise", *shared, "-o", output, "--workers", "1", "--dry-run"]
-        forecast = json.loads(timed("-m", "longrope2", *dry)[1])
+        every: dict[str, list[float]] = defaultdict(list)
+        tokens = {}
+        shared = ["data", "tokenise", str(source), "--model", options.model, "--json"]
+        shared += ["--shard-size", str(options.megabytes / FILES)]
+        for repeat in range(options.repeats):
+            for workers in (1, 2):
+                output, name = str(Path(place) / f"out{workers}-{repeat}"), f"{workers} workers"
+                took, shown = timed("-m", "longrope2", *shared, "-o", output, "--workers", str(workers))
+                every[name].append(took)
+                shards = json.loads(shown)["shards"]
+                tokens[name] = sum(shard["tokens"] for shard in shards)
+                shutil.rmtree(output)
         for name, code in {"data plan": TODAY, "datasets.map(num_proc=2)": DATASETS}.items():
             script = Path(place) / "script.py"
             script.write_text(code)
-            seconds[name], shown = timed(str(script), str(source), options.model, str(Path(place) / "cache"))
+            took, shown = timed(str(script), str(source), options.model, str(Path(place) / "cache"))
+            every[name].append(took)
             tokens[name] = int(shown.split()[-1])
+        dry = [*shared, "-o", output, "--workers", "1", "--dry-run"]
+        forecast = json.loads(timed("-m", "longrope2", *dry)[1])
     assert len({tokens["1 workers"], tokens["2 workers"], tokens["data plan"]}) == 1, tokens
+    seconds = {name: statistics.median(found) for name, found in every.items()}
     rates = {name: tokens[name] / seconds[name] for name in seconds}
     report(
         options,
@@ -104,6 +113,7 @@ def main() -> None:
         megabytes=options.megabytes,
         model=options.model,
         rates=rates,
+        seconds=every,
         speed_up_of_two_workers=rates["2 workers"] / rates["1 workers"],
         forecast={
             "tokens": forecast["tokens"] / tokens["1 workers"],
