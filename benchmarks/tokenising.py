@@ -3,8 +3,10 @@
     python benchmarks/tokenising.py [--megabytes 64] [--model MODEL] [--repeats 3]
 
 All in one run over the same .jsonl files, each in a process of its own, its start included. One worker and two take
-turns, and their times are medians; the others run once. datasets.map writes Arrow files, too. `forecast` is what `--dry-run` says of the whole for one worker, as
-a share of what it was. Needs `longrope2[eval,train]`, and cores that nobody else uses.
+turns: rates are those of the median time, the speed-up is the median over neighbours, since a shared machine changes its
+speed from minute to minute. The others run once. datasets.map writes Arrow files, too. `forecast` is what `--dry-run`
+says of the whole for one worker, as a share of what it was. Needs `longrope2[eval,train]`, and cores that nobody else
+uses.
 """
 
 import json
@@ -101,6 +103,7 @@ def main() -> None:
     assert len({tokens["1 workers"], tokens["2 workers"], tokens["data plan"]}) == 1, tokens
     seconds = {name: statistics.median(found) for name, found in every.items()}
     rates = {name: tokens[name] / seconds[name] for name in seconds}
+    speed_ups = [one / two for one, two in zip(every["1 workers"], every["2 workers"], strict=True)]
     report(
         options,
         name="tokenising",
@@ -114,7 +117,8 @@ def main() -> None:
         model=options.model,
         rates=rates,
         seconds=every,
-        speed_up_of_two_workers=rates["2 workers"] / rates["1 workers"],
+        speed_up_of_two_workers=statistics.median(speed_ups),
+        speed_ups=speed_ups,
         forecast={
             "tokens": forecast["tokens"] / tokens["1 workers"],
             "bytes": forecast["bytes"] / sum(shard["bytes"] for shard in shards),
