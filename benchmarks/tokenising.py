@@ -3,10 +3,10 @@
     python benchmarks/tokenising.py [--megabytes 64] [--model MODEL] [--repeats 3]
 
 All in one run over the same .jsonl files, each in a process of its own, its start included. One worker and two take
-turns: rates are those of the median time, the speed-up is the median over neighbours, since a shared machine changes its
-speed from minute to minute. The others run once. datasets.map writes Arrow files, too. `forecast` is what `--dry-run`
-says of the whole for one worker, as a share of what it was. Needs `longrope2[eval,train]`, and cores that nobody else
-uses.
+turns: rates are those of the median time, the speed-up is the median over neighbours, since a shared machine changes
+its speed from minute to minute. The others run once. datasets.map writes Arrow files, too. `forecast` is what
+`--dry-run` says of the whole for one worker, as a share of what it was, the command's start included. Needs
+`longrope2[eval,train]`, and cores that nobody else uses.
 """
 
 import json

@@ -59,6 +59,8 @@ RETRIES = 20
 """Of a shard whose process or node is lost, on Ray: more often, the shard itself is the likely cause."""
 SAMPLES, SAMPLE_BYTES = 48, 500_000
 """Places of a source that a forecast reads, and the text it reads at each."""
+BESIDE_SAMPLES = 1.15
+"""What writing shards and a fuller memory add to the time that samples take (benchmarks/tokenising.py)."""
 
 Report = Callable[[int, int], None]
 """Called with bytes read and tokens kept, both since the last call."""
@@ -502,7 +504,7 @@ def _forecast(source: InputSource, job: Job) -> tuple[SourceSummary, float]:
                     break
             read += reader.consumed
         scale = stands_for / max(read, 1)
-        seconds += (time.monotonic() - began) * scale
+        seconds += (time.monotonic() - began) * scale * BESIDE_SAMPLES
         found = replace(
             found,
             documents=found.documents + round(len(counts.lengths) * scale),
