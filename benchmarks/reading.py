@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from common import arguments, peak_gib, report, reset_peak, synchronize
 from decoding import prompt_of
-from shapes import DEVICE, in_bfloat16, llama3_8b, smollm2, tiny_llama3
+from shapes import DEVICE, SHAPES, in_bfloat16
 
 from longrope2.attention import causal_attention
 from longrope2.evaluation.backend import TorchBackend
@@ -29,7 +29,6 @@ from longrope2.models import cached_values
 from longrope2.options import parse_length
 from longrope2.pieces import READ_TOKENS
 
-SHAPES = {"smollm2": smollm2, "llama3-8b": llama3_8b, "tiny": tiny_llama3}
 NEW_TOKENS = 8
 MATRIX_FLOPS = 790e12
 """Of large matrix products in bfloat16 on an H200 (docs/training.md)."""

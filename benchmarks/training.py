@@ -3,29 +3,45 @@
 python benchmarks/training.py phi3-mini    # 3.8B, 128k: full fine-tuning, long and short rows
 python benchmarks/training.py smollm2      # 135M, 32k: three long rows to one short, against a plain loop
 python benchmarks/training.py llama3-8b    # 8B, 128k: full fine-tuning at a level of --memory, or --lora RANK
+python benchmarks/training.py lengths --of phi3-mini --lengths 128k,256k,512k --memory least
+python benchmarks/training.py figure       # of all lengths that were measured
 
-With --tiny the last one has a shape of its own that runs on a CPU, to try the program.
+With --tiny llama3-8b, and with --of tiny lengths, have a shape that runs on a CPU, to try the program.
 """
 
 import gc
+import json
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from common import arguments, peak_gib, report, reset_peak, synchronize
-from shapes import DEVICE, llama3_8b, phi3_mini, smollm2, tiny_llama3
+from shapes import DEVICE, SHAPES, llama3_8b, phi3_mini, smollm2, tiny_llama3
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from longrope2.distributed import World
 from longrope2.families import read_config
+from longrope2.figures import SERIES, figure, length_label
 from longrope2.methods import rescale
 from longrope2.models import describe, skeleton
 from longrope2.options import parse_length
 from longrope2.training.config import LEVELS, ResolvedConfig, TrainConfig
-from longrope2.training.estimate import GIB, host_memory_of, memory_of, shape_of
+from longrope2.training.estimate import (
+    GIB,
+    OVERHEAD,
+    ModelShape,
+    Work,
+    estimate,
+    host_memory_of,
+    memory_of,
+    shape_of,
+)  # fmt: skip
 from longrope2.training.four_bit import freeze_in_four_bits
 from longrope2.training.loop import make_optimizer, train_step
 from longrope2.training.mixed import Batch, MixedWindowModel, mixed_window
@@ -110,6 +126,15 @@ def measure_phi3(options) -> None:
     )  # fmt: skip
 
 
+def shape_of_model(make: Callable[[], Any], config: ResolvedConfig) -> ModelShape:
+    """What the estimate knows of a model."""
+    with tempfile.TemporaryDirectory() as folder:
+        with torch.device("meta"):
+            make().config.save_pretrained(folder)
+        info = describe(folder)
+        return shape_of(skeleton(info), info, lora=config.lora)
+
+
 def measure_llama3(options) -> None:
     make = tiny_llama3 if options.tiny else llama3_8b
     length = parse_length("256" if options.tiny else options.length)
@@ -121,10 +146,6 @@ def measure_llama3(options) -> None:
         long = speed(mixed, optimizer, [row(length, vocabulary)], warm_up=1, steps=1)
         short = speed(mixed, optimizer, [row(length, vocabulary, document=document)], warm_up=1, steps=1)
         peak = peak_gib()
-        with tempfile.TemporaryDirectory() as folder:
-            mixed.model.config.save_pretrained(folder)
-            info = describe(folder)
-            shape = shape_of(skeleton(info), info, lora=config.lora)
     del mixed, optimizer
     gc.collect()
     # Attention computed again and nothing compiled, as in plain gradient checkpointing; the rest alike, or it would
@@ -132,6 +153,7 @@ def measure_llama3(options) -> None:
     again = replace(config.level, keeps_attention=False)
     with trainable(make, length, config, recompute=True, level=again) as (mixed, optimizer):
         full = speed(mixed, optimizer, [row(length, vocabulary)], warm_up=0, steps=1)
+    shape = shape_of_model(make, config)
     name = f"train-{'tiny' if options.tiny else 'llama3-8b'}{'-lora' if config.lora else ''}-{length // 1024}k"
     report(
         options, name=name, value=long, unit="tokens/s", more_is_better=True,
@@ -145,6 +167,64 @@ def measure_llama3(options) -> None:
         short_rows_tokens_per_second=short, document=document,
         published_tokens_per_second_per_gpu={"Untied Ulysses, 8 x H100": 2280, "torchtitan, 8 x H100, fp8": 1071},
     )  # fmt: skip
+
+
+def measure_lengths(options) -> None:
+    """Steps of a few layers at growing lengths; with what one more layer adds, they are those of the whole model."""
+    make = SHAPES[options.of]
+    config = TrainConfig(steps=100, memory=options.memory, lora=options.lora).resolved()
+    whole, compiled = shape_of_model(make, config), DEVICE == "cuda"
+    few, more = (int(number) for number in options.layers.split(","))
+    rest = len(whole.windows) - more
+    points = []
+    for length in map(parse_length, options.lengths.split(",")):
+        steps = {}
+        for layers in (few, more):
+            reset_peak()
+            with trainable(
+                partial(make, layers), length, config, recompute=True, compiled=compiled, level=config.level
+            ) as (mixed, optimizer):
+                rows = [row(length, mixed.model.config.vocab_size)]
+                steps[layers] = length / speed(mixed, optimizer, rows, warm_up=1, steps=1), peak_gib() or 0.0
+        pairs = zip(*steps.values(), strict=True)
+        seconds, peak = (after + rest * (after - before) / (more - few) for before, after in pairs)
+        work = Work(length=length, rows=1, attended=length**2 // 2, steps=None)
+        said = estimate(whole, work, gpus=1, gpu="h200", compiled=compiled, memory=options.memory)
+        points.append({
+            "length": length, "steps": {layers: {"seconds": a, "peak_gib": b} for layers, (a, b) in steps.items()},
+            "seconds": seconds, "tokens_per_second": length / seconds, "peak_gib": peak,
+            "estimated_gib": said["memory_total_gib"], "floor_seconds": said["seconds_per_step"] / OVERHEAD,
+        })  # fmt: skip
+        print(points[-1], flush=True)
+    last = points[-1]
+    report(
+        options, name=f"train-lengths-{options.of}{'-lora' if config.lora else ''}", value=last["tokens_per_second"],
+        unit="tokens/s", more_is_better=True, peer="its FLOPs at the rates of the kernels alone",
+        peer_value=last["length"] / last["floor_seconds"], parameters=whole.parameters, memory=options.memory,
+        layers=len(whole.windows), points=points,
+    )  # fmt: skip
+
+
+def draw_lengths(folder: Path) -> None:
+    """Memory and speed over length of all shapes measured, with the floor by FLOPs as dashes."""
+    found = [json.loads(path.read_text()) for path in sorted(folder.glob("train-lengths-*.json"))]
+    path = folder.parents[1] / "docs" / "images" / "training-lengths.png"
+    with figure(path, 1, 2, (9, 3.4)) as drawing:
+        for result, colour in zip(found, SERIES, strict=False):
+            points, name = result["points"], result["name"].removeprefix("train-lengths-")
+            lengths = [point["length"] for point in points]
+            for axis, key in zip(drawing.axes.flat, ("peak_gib", "tokens_per_second"), strict=True):
+                axis.plot(lengths, [point[key] for point in points], "o-", color=colour, label=name)
+            floor = [point["length"] / point["floor_seconds"] for point in points]
+            drawing.axes.flat[1].plot(lengths, floor, "--", color=colour)
+        every = sorted({point["length"] for result in found for point in result["points"]})
+        for axis, label in zip(drawing.axes.flat, ("peak memory, GiB", "tokens/s (dashes: by FLOPs)"), strict=True):
+            axis.set(xscale="log", xlabel="tokens of a row", ylabel=label)
+            axis.set_xticks(every, labels=map(length_label, every))
+            axis.minorticks_off()
+        drawing.axes.flat[1].set(yscale="log")
+        drawing.axes.flat[1].yaxis.set_major_formatter("{x:,.0f}")
+        drawing.axes.flat[0].legend()
 
 
 def plain_loop(batches: list[Batch], steps: int) -> float:
@@ -193,13 +273,19 @@ def measure_smollm2(options) -> None:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("shape", choices=["phi3-mini", "smollm2", "llama3-8b"])
-    parser.add_argument("--memory", choices=list(LEVELS), default="small", help="level of llama3-8b")
-    parser.add_argument("--lora", type=int, help="rank, for llama3-8b")
+    parser.add_argument("what", choices=["phi3-mini", "smollm2", "llama3-8b", "lengths", "figure"])
+    parser.add_argument("--memory", choices=list(LEVELS), default="small", help="level of llama3-8b and lengths")
+    parser.add_argument("--lora", type=int, help="rank, for llama3-8b and lengths")
+    parser.add_argument("--of", choices=list(SHAPES), default="phi3-mini", help="shape of lengths")
+    parser.add_argument("--lengths", default="128k,256k,512k")
+    parser.add_argument("--layers", default="2,4", help="two numbers of layers to run at each length")
     parser.add_argument("--length", default="128k", help="rows of llama3-8b")
     parser.add_argument("--tiny", action="store_true", help="a small shape in place of llama3-8b")
     options = parser.parse_args()
-    {"phi3-mini": measure_phi3, "smollm2": measure_smollm2, "llama3-8b": measure_llama3}[options.shape](options)
+    {
+        "phi3-mini": measure_phi3, "smollm2": measure_smollm2, "llama3-8b": measure_llama3, "lengths": measure_lengths,
+        "figure": lambda options: draw_lengths(options.output),
+    }[options.what](options)  # fmt: skip
 
 
 if __name__ == "__main__":
