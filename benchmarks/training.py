@@ -82,7 +82,7 @@ def trainable(
     if config.level.four_bit:
         freeze_in_four_bits(model)
     factors = rescale("yarn", read_config(model.config.to_dict()).rope, target_length)
-    with mixed_window(model, factors, **options) as mixed:
+    with mixed_window(model, factors, check=False, **options) as mixed:
         shard(mixed, ALONE, DEVICE)
         mixed.train()
         yield mixed, make_optimizer(mixed, config)

@@ -20,7 +20,7 @@ from training_samples import log_without_times, make_sample
 from training_samples import weights as weights_of
 
 from conftest import FAMILY_OPTIONS, family_model, run_together
-from longrope2 import pieces
+from longrope2 import pieces, rotary
 from longrope2.distributed import World
 from longrope2.errors import LongRopeError
 from longrope2.training import four_bit, host, optimizer
@@ -316,8 +316,15 @@ def test_frozen_weights_of_lora_take_two_bytes_on_a_gpu(memory):
     assert (whole.precision(whole.level) == "bfloat16") == (memory in ("small", "least"))
 
 
-def test_norms_and_embeddings_learn_beside_frozen_bfloat16(sample, tmp_path):
-    """Two precisions in one model, from the proof of its RoPE to the weights at the end."""
+def test_norms_and_embeddings_learn_beside_frozen_bfloat16(sample, tmp_path, monkeypatch):
+    """Two precisions in one model; the proof of its RoPE comes before, for which there is no kernel then."""
+    proved, real = [], rotary._prove_effect
+
+    def prove(model, ours):
+        proved.append({p.dtype for p in model.parameters()})
+        real(model, ours)
+
+    monkeypatch.setattr(rotary, "_prove_effect", prove)
     beside = {"lora": 4, "also": ("norms", "embeddings")}
     before = weights_of(sample.model)
     plain, small = (
@@ -325,6 +332,7 @@ def test_norms_and_embeddings_learn_beside_frozen_bfloat16(sample, tmp_path):
     )
     learned = sum(float((plain[name] - before[name]).square().sum()) for name in before) ** 0.5
     off = sum(float((plain[name] - small[name]).square().sum()) for name in before) ** 0.5
+    assert proved == [{torch.float32}, {torch.bfloat16}]
     assert off < 0.15 * learned
     assert all((small[name] != before[name]).any() for name in before if "norm" in name or "embed" in name)
 

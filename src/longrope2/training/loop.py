@@ -140,11 +140,11 @@ def train_loop(
     Resumes from the newest checkpoint in `output`. Rows are a pure function of their number, so that resuming needs
     one integer and any number of processes sees the same data.
 
-    It is trained on `device`, by default where it is. A row is of the kind its RoPE says, unless `kind_of` knows;
-    `name_row` names it in errors. `prepare` hears which rows the next step will ask for. `started` hears after how many
-    steps the run goes on. `evaluate` may use the model between steps, all processes at once; it is called before the
-    first step and after each one, before that step's checkpoint. Ctrl-C lets the step under way end and saves a
-    checkpoint.
+    It is trained on `device`, by default where it is; that the factors take effect must have been proved before. A row
+    is of the kind its RoPE says, unless `kind_of` knows better; `name_row` names it in errors. `prepare` hears which
+    rows the next step will ask for. `started` hears after how many steps the run goes on. `evaluate` may use the model
+    between steps, all processes at once; it is called before the first step and after each one, before that step's
+    checkpoint. Ctrl-C lets the step under way end and saves a checkpoint.
     """
     device = device or next(model.parameters()).device
     train, versions = config.to_json()["train"], package_versions("torch", "transformers")
@@ -153,7 +153,7 @@ def train_loop(
     recompute = (device.type == "cuda" or level.frugal) if config.recompute is None else config.recompute
     with (
         interrupts() as interrupt,
-        mixed_window(model, factors, recompute=recompute, compiled=config.compiled, level=level) as mixed,
+        mixed_window(model, factors, recompute=recompute, compiled=config.compiled, level=level, check=False) as mixed,
         sequence_parallel(here),
     ):
         shard(mixed, here, device.type)

@@ -130,18 +130,20 @@ def mixed_window(
     recompute: bool = False,
     compiled: bool = False,
     level: Level = LEVELS["plain"],
+    check: bool = True,
 ) -> Iterator[MixedWindowModel]:
     """Let a model take mixed rows inside the block; it is as before afterwards, but for what it learned.
 
     With `recompute` a layer keeps its input and what attention gave, and computes the rest again when it is needed:
     the least memory that does not pay for attention twice. `compiled` fuses what stands between matrix products,
-    which pays on a GPU after the first steps. `level` may ask for less memory than that.
+    which pays on a GPU after the first steps. `level` may ask for less memory than that. `check` proves that the
+    factors take effect.
     """
     simply = attends_simply(model.config)
     with ExitStack() as stack:
         if simply:
             stack.enter_context(our_attention(model))
-        rotary = stack.enter_context(rescaled(model, factors))
+        rotary = stack.enter_context(rescaled(model, factors, check=check))
         if recompute:
             stack.enter_context(_recomputing(model, level))
         if level.frugal:

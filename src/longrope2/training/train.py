@@ -42,6 +42,7 @@ from longrope2.needles import NeedleDocument
 from longrope2.options import identity
 from longrope2.records import NeedleLine, RecordError, StepLine, TrainingRecord, TrainingSettings, parse
 from longrope2.rope import STANDSTILL
+from longrope2.rotary import rescaled
 from longrope2.runfolder import RunFolder, differences, require_same
 from longrope2.tracking import Tracking
 from longrope2.training.checkpoint import FOLDER as CHECKPOINTS
@@ -485,6 +486,8 @@ def _trained(run: TrainingRun, output: Path, here: World, reporter: StepReporter
     # becomes a quarter of its size.
     in_host = here.num_processes > 1 or config.level.four_bit
     model = load(run.info, dtype=dtype, device="cpu" if in_host else device).model
+    with rescaled(model, run.factors):
+        pass  # proves that they take effect, while the model is as it was: in one precision, and nothing packed
     if config.lora is not None:
         torch.manual_seed(config.seed)
         add_lora(model, config.lora, config.also)
