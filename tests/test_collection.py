@@ -3,16 +3,18 @@
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from longrope2.cli import cli
-from longrope2.collection import COLLECTED, CollectedFactors, collected_for, collection, collection_page
+from longrope2.collection import COLLECTED, CollectedFactors, collected_for, collection, collection_page, fitting_names
 from longrope2.errors import FactorsError
 from longrope2.factors import RescaleFactors
 from longrope2.models import HUB_ID, describe
+from longrope2.rope import RopeSpec
 
 ROOT = Path(__file__).parent.parent
 ENTRIES = {each.name: each for each in collection()}
@@ -25,6 +27,14 @@ def numbers(value):
     if isinstance(value, list):
         return [tuple(value), *(each for item in value for each in numbers(item))]
     return [value]
+
+
+def test_entries_for_a_rope_are_found_by_it_alone():
+    rope = RopeSpec(rotary_dim=64, theta=100_000.0, original_length=8192)
+    assert fitting_names(rope, 32768) == [
+        "smollm2-135m-32k-paper", "smollm2-135m-32k-trained", "smollm2-135m-32k-wide"
+    ]  # fmt: skip
+    assert fitting_names(rope, 20000) == fitting_names(replace(rope, theta=10_000.0), 32768) == []
 
 
 class TestFiles:

@@ -107,6 +107,13 @@ def collection_table(entries: Sequence[CollectedFactors]) -> Table:
     )
 
 
+def fitting_names(rope: RopeSpec, target_length: int) -> list[str]:
+    """The entries that any model with this RoPE can take to this window."""
+    return [
+        each.name for each in collection() if not each.mismatches(rope) and each.factors.target_length == target_length
+    ]
+
+
 def take_collected(
     info: ModelInfo, source: str, options: Mapping[str, Any], *, extend_again: bool = False
 ) -> RescaleFactors:

@@ -147,9 +147,11 @@ def test_a_forecast_of_another_machine(recipe, place, capfd):
 
 def test_a_forecast_of_days_says_what_to_do_instead(recipe, place, monkeypatch):
     monkeypatch.setattr(forecasting, "_measured_rate", lambda *_: 1e5)
+    monkeypatch.setattr(forecasting, "fitting_names", lambda rope, length: [f"{rope.rotary_dim}-{length}"])
     extension = Extension(None, place / "new", config=recipe, stages=("search",), cache=None)
     expected = forecasting.forecast(extension)
     assert sum("--gpu h100" in note for note in expected["notes"]) == 1
+    assert "--from collection/64-512 -o FILE`" in expected["notes"][-1]
     assert re.search(
         r"about \d+ (days|years) on one CPU", forecasting.forecast_table(extension.setting, expected).caption
     )

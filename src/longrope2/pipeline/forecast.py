@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from longrope2 import ledger
+from longrope2.collection import fitting_names
 from longrope2.console import roughly
 from longrope2.data.plan import read_plan
 from longrope2.errors import LongRopeError, counted
@@ -140,6 +141,12 @@ def forecast(extension: Extension, gpu: str | None = None) -> dict[str, Any]:
             "to take less time: a GPU (--dry-run --gpu h100 estimates one), a shorter --target-length, or a smaller "
             "schedule in a recipe ([search] population, iterations, documents; [[evaluate]] lengths, samples)"
         )
+        ready = fitting_names(setting.info.rope, setting.recipe.target_length)
+        if "search" in reasons and ready:
+            notes.append(
+                f"instead of a search: the collection has factors for this RoPE ({', '.join(ready)}); take them with "
+                f"`longrope2 factors MODEL --from collection/{ready[0]} -o FILE`, then train or export"
+            )
     return {
         "machine": machine.name,
         "matmul_tflops": machine.matmul / 1e12,
