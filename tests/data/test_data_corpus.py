@@ -272,6 +272,9 @@ KINDS_OF_TOKENIZERS = {
         pre_tokenizers.Metaspace(),
         normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]),
     ),
+    "across words": lambda: trained(
+        models.BPE(), trainers.BpeTrainer(vocab_size=800, show_progress=False), pre_tokenizers.Split("\n", "isolated")
+    ),
     "T5": lambda: trained(
         models.Unigram(),
         trainers.UnigramTrainer(vocab_size=800, show_progress=False, special_tokens=["<unk>"], unk_token="<unk>"),

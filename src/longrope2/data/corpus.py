@@ -98,17 +98,27 @@ def _pieces(text: str, encode: Encoder) -> Iterator[NDArray[np.int32]]:
     """The tokens of a long text piece by piece, as they are in the whole."""
     start = 0
     while start < len(text):
-        end = min(start + PIECE, len(text))
-        if end < len(text):
-            # Before a space between two words, which no tokenizer joins to the word before it.
-            spaces = list(SPACE.finditer(text, max(end - LONGEST_WORD, start + 1), end))
-            end = spaces[-1].start() if spaces else end
+        end = len(text) if len(text) <= start + PIECE else _cut(text, start, encode)
         # Some tokenizers put a space before the first word they are given: that one is cut off again.
-        words = text[max(start - CONTEXT, 0) : start]
-        (before,), (whole,) = encode([words]), encode([words + text[start:end]])
-        follows = whole[: len(before)] == before
-        yield np.asarray(whole[len(before) :] if follows else encode([text[start:end]])[0], dtype=np.int32)
+        follows, tokens = _after(text, max(start - CONTEXT, 0), start, end, encode)
+        yield np.asarray(tokens if follows else encode([text[start:end]])[0], dtype=np.int32)
         start = end
+
+
+def _cut(text: str, start: int, encode: Encoder) -> int:
+    """The end of a piece: before a space between two words, where no token has a part in both."""
+    end = start + PIECE
+    spaces = [found.start() for found in SPACE.finditer(text, max(end - LONGEST_WORD, start + 1), end)]
+    for space in reversed(spaces):
+        if _after(text, max(space - CONTEXT, 0), space, space + CONTEXT, encode)[0]:
+            return space
+    return spaces[-1] if spaces else end
+
+
+def _after(text: str, begin: int, border: int, end: int, encode: Encoder) -> tuple[bool, Tokens]:
+    """Whether what stands before a border has the same tokens with what follows, and the tokens of the latter."""
+    (before,), (whole,) = encode([text[begin:border]]), encode([text[begin:end]])
+    return whole[: len(before)] == before, whole[len(before) :]
 
 
 def _whole_encoder(state: "str | PreTrainedTokenizerBase") -> Encoder:
