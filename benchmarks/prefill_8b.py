@@ -11,6 +11,7 @@ import torch
 from common import arguments, peak_gib, report, reset_peak
 from shapes import in_bfloat16, llama3_8b
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
 
 from longrope2.families import read_config
 from longrope2.methods import rescale
@@ -34,11 +35,21 @@ def best_seconds(run: Callable[[], object], repeats: int) -> tuple[float, float 
     return min(times), peak_gib()
 
 
+def kernels(run: Callable[[], object], most: int = 12) -> dict[str, float]:
+    """Seconds of the kernels that take most of a run, by name."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    found = sorted(profiler.key_averages(), key=lambda entry: -entry.self_device_time_total)
+    return {entry.key[:100]: entry.self_device_time_total / 1e6 for entry in found[:most]}
+
+
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--length", type=int, default=131_072)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--profile", action="store_true", help="also note which kernels take the time")
     options = parser.parse_args()
 
     model = in_bfloat16(lambda: llama3_8b(options.layers))
@@ -52,7 +63,9 @@ def main() -> None:
     for name, compiled in (("plain", False), ("compiled", True)):
         with scoring(model, factors, compiled=compiled) as scorer:
             seconds, memory = best_seconds(lambda scorer=scorer: scorer(factors, [document]), options.repeats)
-        measured[name] = {"seconds": seconds, "peak_gib": memory}
+            measured[name] = {"seconds": seconds, "peak_gib": memory}
+            if options.profile:
+                measured[name]["kernels"] = kernels(lambda scorer=scorer: scorer(factors, [document]))
         print(name, measured[name], flush=True)
 
     inputs = tokens[None].cuda()
