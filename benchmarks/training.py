@@ -43,7 +43,7 @@ from longrope2.training.estimate import (
     shape_of,
 )  # fmt: skip
 from longrope2.training.four_bit import freeze_in_four_bits
-from longrope2.training.loop import make_optimizer, train_step
+from longrope2.training.loop import make_optimizer, room_for_inputs, train_step
 from longrope2.training.mixed import Batch, MixedWindowModel, mixed_window
 from longrope2.training.parallel import shard
 from longrope2.training.trainable import add_lora
@@ -82,7 +82,8 @@ def trainable(
     if config.level.four_bit:
         freeze_in_four_bits(model)
     factors = rescale("yarn", read_config(model.config.to_dict()).rope, target_length)
-    with mixed_window(model, factors, check=False, **options) as mixed:
+    room = room_for_inputs(model, config.level, ALONE)
+    with mixed_window(model, factors, check=False, host_room=room, **options) as mixed:
         shard(mixed, ALONE, DEVICE)
         mixed.train()
         yield mixed, make_optimizer(mixed, config)
@@ -185,7 +186,10 @@ def measure_lengths(options) -> None:
                 partial(make, layers), length, config, recompute=True, compiled=compiled, level=config.level
             ) as (mixed, optimizer):
                 rows = [row(length, mixed.model.config.vocab_size)]
-                steps[layers] = length / speed(mixed, optimizer, rows, warm_up=1, steps=1), peak_gib() or 0.0
+                steps[layers] = (
+                    length / speed(mixed, optimizer, rows, warm_up=options.warm_up, steps=1),
+                    peak_gib() or 0.0,
+                )
         pairs = zip(*steps.values(), strict=True)
         seconds, peak = (after + rest * (after - before) / (more - few) for before, after in pairs)
         work = Work(length=length, rows=1, attended=length**2 // 2, steps=None)
@@ -279,6 +283,7 @@ def main() -> None:
     parser.add_argument("--of", choices=list(SHAPES), default="phi3-mini", help="shape of lengths")
     parser.add_argument("--lengths", default="128k,256k,512k")
     parser.add_argument("--layers", default="2,4", help="two numbers of layers to run at each length")
+    parser.add_argument("--warm-up", type=int, default=1, help="steps of lengths before the one that counts")
     parser.add_argument("--length", default="128k", help="rows of llama3-8b")
     parser.add_argument("--tiny", action="store_true", help="a small shape in place of llama3-8b")
     options = parser.parse_args()

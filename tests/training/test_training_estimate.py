@@ -272,9 +272,9 @@ def longest_rows(model, gpus, gib, levels):
     """The longest rows that fit, and the first level at which they do."""
     for length in (1 << power for power in range(22, 12, -1)):
         for name in levels:
-            tokens, level = length // gpus, LEVELS[name]
-            held, beside = memory_of(model, tokens, gpus, level), host_memory_of(model, tokens, gpus, level)
-            if sum(held.values()) <= gib * GIB * RESERVED and sum(beside.values()) <= 128 * GIB * RESERVED:
+            tokens, level, host = length // gpus, LEVELS[name], 128 * GIB * RESERVED
+            held, beside = (count(model, tokens, gpus, level, host=host) for count in (memory_of, host_memory_of))
+            if sum(held.values()) <= gib * GIB * RESERVED and sum(beside.values()) <= host:
                 label = f"{length >> 20}M" if length >= 1 << 20 else f"{length >> 10}k"
                 return label + "*" * (name == "4bit")
     return "–"
@@ -311,6 +311,17 @@ def test_an_8b_model_at_128k_fits_one_gpu(tmp_path):
     assert results["least"]["seconds_per_step"] > results["small"]["seconds_per_step"]
     assert results["host"]["host_memory_gib"] * GIB == pytest.approx(8 * llama.parameters + 2 * 32 * 4096 * LENGTH)
     assert results["plain"]["host_memory_gib"] == 0
+
+
+def test_layer_inputs_for_which_host_memory_is_too_small_are_counted_on_the_gpu(tmp_path):
+    llama, level, inputs = shape(LLAMA3, tmp_path), LEVELS["least"], 32 * 2 * LENGTH * 4096
+    states = sum(host_memory_of(llama, 0, 1, level).values())
+    everything = sum(memory_of(llama, LENGTH, 1, level).values())
+    for room in (0, inputs / 4, inputs, 2 * inputs):
+        beside = sum(host_memory_of(llama, LENGTH, 1, level, host=states + room).values())
+        assert beside == states + min(room, inputs)
+        held = sum(memory_of(llama, LENGTH, 1, level, host=states + room).values())
+        assert held == pytest.approx(everything + max(inputs - room, 0))
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ def small_tensors_count(monkeypatch):
     """Rows of tests are short: let them be cut, moved and updated in parts all the same."""
     monkeypatch.setattr(pieces, "MLP_ROWS", 20)
     monkeypatch.setattr(host, "LEAST", 1)
+    monkeypatch.setattr(host, "CHUNK", 700)
     monkeypatch.setattr(optimizer, "PIECE", 5000)
 
 
@@ -184,6 +185,37 @@ def test_gradients_in_pieces_and_from_host_memory_are_the_same(family):
             expected = found["plain"][parameter]
             assert (gradient - expected).norm() < 1e-5 * expected.norm() + 1e-7, parameter
     assert all("forward" not in layer.mlp.__dict__ for layer in model.base_model.layers if hasattr(layer, "mlp"))
+
+
+def test_inputs_beyond_the_room_in_host_memory_stay_where_they_are(monkeypatch):
+    """Those of the last layers; the gradients do not change."""
+    found, moved = [], []
+    pack = host.HostInputs._pack
+
+    def watched(inputs, tensor):
+        kept = pack(inputs, tensor)
+        if not isinstance(kept, torch.Tensor):
+            moved.append((len(inputs._moved), sum(piece.nbytes for piece in kept.host)))
+        return kept
+
+    monkeypatch.setattr(host.HostInputs, "_pack", watched)
+    size = None
+    for layers_in_host in (4, 3, 1, 0):
+        model = family_model("llama", num_hidden_layers=4).train()
+        room = float("inf") if size is None else (layers_in_host + 0.5) * size
+        moved.clear()
+        with (
+            mixed_window(
+                model, make_factors(model), recompute=True, level=LEVELS["least"], host_room=room, check=False
+            ) as mixed,
+            mixed.rows_of(row(0)),
+        ):
+            mixed(row(0)).backward()
+        size = size or moved[0][1]
+        assert moved == [(number + 1, size) for number in range(layers_in_host)]
+        found.append({name: p.grad for name, p in model.named_parameters()})
+    for gradients in found[1:]:
+        assert_same(gradients, found[0])
 
 
 def test_an_mlp_in_pieces_runs_twice_only():
@@ -354,7 +386,7 @@ def test_auto_takes_the_cheapest_level_that_fits_the_gpu(tmp_path, monkeypatch, 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     properties = SimpleNamespace(total_memory=gpu_gib * GIB)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    monkeypatch.setattr("longrope2.training.train.host_memory", lambda: host_gib * GIB)
+    monkeypatch.setattr("longrope2.training.host.host_memory", lambda: host_gib * GIB)
     config = TrainConfig(steps=1).resolved()
     assert _chosen_memory(config, shape(LLAMA3, tmp_path), LENGTH, None, ALONE) == chosen
     said = capsys.readouterr().err

@@ -3,6 +3,7 @@
 The shape is read from the model's configuration alone: sizes, names of parameters, and work per token.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +34,7 @@ from longrope2.training.config import (
     cannot_start,
 )
 from longrope2.training.four_bit import BYTES as FOUR_BIT_BYTES
+from longrope2.training.host import RESERVED
 from longrope2.training.optimizer import BLOCK
 from longrope2.training.trainable import is_matrix, learning_beside, linear_layers, matching
 
@@ -44,8 +46,6 @@ FLASH_BACKWARD = 2.5
 """Work of attention's backward pass in forward passes: it computes scores again."""
 SMALL = 2048
 """Hidden size below which matrices are too small for the rates here."""
-RESERVED = 0.94
-"""The share of a GPU's memory that tensors can really use."""
 SOME_LORA = 16
 """The rank that is tried where full training does not fit."""
 MOST_DOUBLINGS = 8
@@ -410,8 +410,12 @@ def memory_of(
     recompute: bool = True,
     compiled: bool = False,
     accumulates: bool = True,
+    host: float = math.inf,
 ) -> dict[str, float]:
-    """Bytes on each GPU; `tokens` is its part of a row, and it may have several rows in a step or one."""
+    """Bytes on each GPU; `tokens` is its part of a row, and it may have several rows in a step or one.
+
+    Layer inputs for which `host` bytes of host memory are too few stay on the GPU.
+    """
     kv_width = shape.kv_heads * shape.head_dim
     # All that one layer does, norms in float32, which fused ones do not keep; the sum is what SmolLM2 was measured at.
     around, inside = (4, 3) if compiled else (8, 4)
@@ -423,6 +427,8 @@ def memory_of(
     kept: float = len(shape.windows) * (inputs + attention if recompute else whole)
     if level.frugal:  # the input at work, and the one that comes next
         kept = 2 * inputs + (len(shape.windows) * attention if level.keeps_attention else 0)
+        beside = host_memory_of(shape, tokens, gpus, level, host=host)
+        kept += len(shape.windows) * inputs - beside["layer inputs (bfloat16)"]
     if not accumulates and not shape.linear:
         # No gradient is there before layers begin to give up what they kept; then one takes the place of the other.
         kept = max(kept - (HALF if level.compact else FULL) * shape.trained / gpus, 0)
@@ -437,11 +443,14 @@ def memory_of(
     }
 
 
-def host_memory_of(shape: ModelShape, tokens: int, gpus: int, level: Level) -> dict[str, float]:
-    """Bytes in host memory for each GPU."""
+def host_memory_of(
+    shape: ModelShape, tokens: int, gpus: int, level: Level, *, host: float = math.inf
+) -> dict[str, float]:
+    """Bytes in host memory for each GPU, of which layer inputs take what is left of `host`."""
     held = {name: size / gpus for name, size in _states(shape, level).items()} if level.states_in_host else {}
     if level.frugal:
-        held["layer inputs (bfloat16)"] = len(shape.windows) * HALF * tokens * shape.hidden
+        wanted = len(shape.windows) * HALF * tokens * shape.hidden
+        held["layer inputs (bfloat16)"] = min(wanted, max(host - sum(held.values()), 0))
     return held
 
 

@@ -1,5 +1,6 @@
 """Layer inputs in host memory: they leave the GPU as layers finish, and come back one layer ahead of their use."""
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,11 +13,17 @@ from torch.autograd.graph import saved_tensors_hooks
 
 LEAST = 1 << 20
 """Numbers below which a tensor stays where it is."""
+CHUNK = 1 << 27
+"""Numbers in one piece: torch rounds what it pins up to a power of two, so that 3 GiB in one piece would take 4."""
+RESERVED = 0.94
+"""The share of memory, of a GPU or its machine, that tensors can really use."""
 
 
 @dataclass
 class _Moved:
-    host: Tensor
+    host: list[Tensor]
+    """Its numbers in pinned pieces."""
+    shape: torch.Size
     place: int
     """Which layer input of the row it is."""
     device: torch.device
@@ -33,10 +40,20 @@ def host_memory() -> int:
         return total
 
 
-class HostInputs:
-    """Moves what checkpointed layers keep to host memory and back; on a GPU beside the computation."""
+def host_share(num_processes: int) -> float:
+    """Bytes of this machine's memory for each of its processes, of which every GPU has one."""
+    return host_memory() / max(min(num_processes, torch.cuda.device_count()), 1)
 
-    def __init__(self) -> None:
+
+class HostInputs:
+    """Moves what checkpointed layers keep to host memory and back; on a GPU beside the computation.
+
+    Inputs that would take more than `room` bytes there stay on the GPU: those of the last layers, which a backward pass
+    needs first.
+    """
+
+    def __init__(self, room: float = math.inf) -> None:
+        self._room = room
         self._moved: list[_Moved] = []
         self._stream: torch.cuda.Stream | None = None
 
@@ -51,25 +68,27 @@ class HostInputs:
         return checkpoint_from_host
 
     def _pack(self, tensor: Tensor) -> "Tensor | _Moved":
-        if tensor.numel() < LEAST:
+        held = sum(piece.nbytes for moved in self._moved for piece in moved.host)
+        if tensor.numel() < LEAST or held + tensor.nbytes > self._room:
             return tensor
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        pieces = tensor.detach().reshape(-1).split(CHUNK)
+        host = [torch.empty(piece.shape, dtype=piece.dtype, pin_memory=piece.is_cuda) for piece in pieces]
         if tensor.is_cuda:
             self._stream = self._stream or torch.cuda.Stream(tensor.device)
             self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
-            with torch.cuda.stream(self._stream):
-                host.copy_(tensor.detach(), non_blocking=True)
-            tensor.record_stream(self._stream)
-        else:
-            host.copy_(tensor.detach())
-        self._moved.append(_Moved(host, len(self._moved), tensor.device))
+        with torch.cuda.stream(self._stream):
+            for there, piece in zip(host, pieces, strict=True):
+                there.copy_(piece, non_blocking=True)
+        if self._stream is not None:
+            pieces[0].record_stream(self._stream)
+        self._moved.append(_Moved(host, tensor.shape, len(self._moved), tensor.device))
         return self._moved[-1]
 
     def _unpack(self, kept: "Tensor | _Moved") -> Tensor:
         if isinstance(kept, Tensor):
             return kept
         tensor = self._fetch(kept)
-        if tensor.is_cuda and self._stream is not None:
+        if self._stream is not None:
             here = torch.cuda.current_stream(tensor.device)
             here.wait_stream(self._stream)
             tensor.record_stream(here)
@@ -82,9 +101,8 @@ class HostInputs:
     def _fetch(self, moved: _Moved) -> Tensor:
         """Begin to bring a tensor back."""
         if moved.back is None:
-            if self._stream is None:
-                moved.back = moved.host
-            else:
-                with torch.cuda.stream(self._stream):
-                    moved.back = moved.host.to(moved.device, non_blocking=True)
+            with torch.cuda.stream(self._stream):
+                moved.back = torch.empty(moved.shape, dtype=moved.host[0].dtype, device=moved.device)
+                for piece, there in zip(moved.host, moved.back.view(-1).split(CHUNK), strict=True):
+                    there.copy_(piece, non_blocking=True)
         return moved.back

@@ -24,9 +24,10 @@ from longrope2.files import package_versions
 from longrope2.interrupts import interrupts
 from longrope2.records import CheckpointRecord, RowKind
 from longrope2.training.checkpoint import FOLDER, Checkpoints
-from longrope2.training.config import LongRowMask, ResolvedConfig
+from longrope2.training.config import Level, LongRowMask, ResolvedConfig
+from longrope2.training.host import RESERVED, host_share
 from longrope2.training.mixed import Batch, MixedWindowModel, mixed_window
-from longrope2.training.optimizer import CompactAdamW, clip
+from longrope2.training.optimizer import CompactAdamW, clip, state_bytes
 from longrope2.training.parallel import own_part, sequence_parallel, shard
 from longrope2.training.positions import DrawnPositions
 from longrope2.training.trainable import is_matrix
@@ -153,7 +154,15 @@ def train_loop(
     recompute = (device.type == "cuda" or level.frugal) if config.recompute is None else config.recompute
     with (
         interrupts() as interrupt,
-        mixed_window(model, factors, recompute=recompute, compiled=config.compiled, level=level, check=False) as mixed,
+        mixed_window(
+            model,
+            factors,
+            recompute=recompute,
+            compiled=config.compiled,
+            level=level,
+            host_room=room_for_inputs(model, level, here),
+            check=False,
+        ) as mixed,
         sequence_parallel(here),
     ):
         shard(mixed, here, device.type)
@@ -195,6 +204,12 @@ def train_loop(
         checkpoints.finish()
         mixed.eval()
     return results
+
+
+def room_for_inputs(model: nn.Module, level: Level, here: World) -> float:
+    """Bytes of host memory that the layer inputs of this process may take."""
+    states = state_bytes(model) / here.num_processes if level.states_in_host else 0
+    return RESERVED * host_share(here.num_processes) - states
 
 
 def train_step(

@@ -7,6 +7,7 @@ The loss of a row is taken piece by piece: full logits at 128k would take 67 GB 
 while the logits are there, so that nothing is computed twice.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -130,14 +131,15 @@ def mixed_window(
     recompute: bool = False,
     compiled: bool = False,
     level: Level = LEVELS["plain"],
+    host_room: float = math.inf,
     check: bool = True,
 ) -> Iterator[MixedWindowModel]:
     """Let a model take mixed rows inside the block; it is as before afterwards, but for what it learned.
 
     With `recompute` a layer keeps its input and what attention gave, and computes the rest again when it is needed:
     the least memory that does not pay for attention twice. `compiled` fuses what stands between matrix products,
-    which pays on a GPU after the first steps. `level` may ask for less memory than that. `check` proves that the
-    factors take effect.
+    which pays on a GPU after the first steps. `level` may ask for less memory than that; layer inputs then take at most
+    `host_room` bytes of host memory. `check` proves that the factors take effect.
     """
     simply = attends_simply(model.config)
     with ExitStack() as stack:
@@ -145,7 +147,7 @@ def mixed_window(
             stack.enter_context(our_attention(model))
         rotary = stack.enter_context(rescaled(model, factors, check=check))
         if recompute:
-            stack.enter_context(_recomputing(model, level))
+            stack.enter_context(_recomputing(model, level, host_room))
         if level.frugal:
             for layer in decoder_layers(model):
                 stack.enter_context(mlp_in_pieces(layer, compiled=compiled))
@@ -157,7 +159,7 @@ def mixed_window(
 
 
 @contextmanager
-def _recomputing(model: Any, level: Level) -> Iterator[None]:
+def _recomputing(model: Any, level: Level, host_room: float) -> Iterator[None]:
     def policy(_: Any, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
         kept = getattr(operation, "name", str)() in ATTENTION_OPERATIONS
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
@@ -167,7 +169,7 @@ def _recomputing(model: Any, level: Level) -> Iterator[None]:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
     model.gradient_checkpointing_enable(options)
     if level.frugal:
-        inputs = HostInputs()
+        inputs = HostInputs(host_room)
         for layer in decoder_layers(model):
             layer._gradient_checkpointing_func = inputs.around(layer._gradient_checkpointing_func)
     try:

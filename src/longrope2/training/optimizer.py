@@ -231,6 +231,13 @@ def _write(state: dict[str, Tensor], name: str, values: Tensor) -> None:
             kept.copy_(new)
 
 
+def state_bytes(model: nn.Module) -> int:
+    """What the optimizer keeps of all parameters that learn, whatever processes share them."""
+    learning = [p for p in model.parameters() if p.requires_grad]
+    coded = sum(p.numel() for p in learning if p.dtype == torch.bfloat16)
+    return 2 * coded + 2 * coded * (BLOCK + 4) // BLOCK + 8 * (sum(p.numel() for p in learning) - coded)
+
+
 def local(tensor: Tensor) -> Tensor:
     """The part of a tensor that this process holds."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -50,7 +50,6 @@ from longrope2.training.checkpoint import step_name
 from longrope2.training.config import LEVELS, MemoryLevel, ResolvedConfig, TrainConfig, cannot_start
 from longrope2.training.estimate import (
     GIB,
-    RESERVED,
     ModelShape,
     host_memory_of,
     known_gpu,
@@ -59,7 +58,7 @@ from longrope2.training.estimate import (
     shape_of,
 )
 from longrope2.training.four_bit import freeze_in_four_bits
-from longrope2.training.host import host_memory
+from longrope2.training.host import RESERVED, host_share
 from longrope2.training.log import LOG, RECORD, StepReporter, read_log
 from longrope2.training.loop import PlanRows, train_loop
 from longrope2.training.positions import DrawnPositions
@@ -220,8 +219,8 @@ def _chosen_memory(
         levels = [name for name in levels if config.precision(LEVELS[name], device.type) == precision] or levels
     if device.type == "cpu" or len(levels) == 1:
         return levels[0]
-    on_machine = min(here.num_processes, torch.cuda.device_count())
-    found = here.gather_all((torch.cuda.get_device_properties(device).total_memory, host_memory() / on_machine))
+    here_is = torch.cuda.get_device_properties(device).total_memory, host_share(here.num_processes)
+    found = here.gather_all(here_is)
     gpu, host = (RESERVED * min(sizes) for sizes in zip(*found, strict=True))
     for name in levels:
         level, tokens = LEVELS[name], length // config.sequence_parallel
@@ -233,9 +232,10 @@ def _chosen_memory(
             recompute=config.recompute is not False,
             compiled=config.compiled,
             accumulates=config.batch_rows > here.size,
+            host=host,
         )
         needed = sum(held.values())
-        beside = sum(host_memory_of(shape, tokens, here.num_processes, level).values())
+        beside = sum(host_memory_of(shape, tokens, here.num_processes, level, host=host).values())
         if needed <= gpu and beside <= host:
             break
     if here.is_main:
