@@ -77,6 +77,7 @@ def main() -> None:
     parser.add_argument("--length", default="1M")
     parser.add_argument("--peer-length", default="128k", help="of what transformers reads")
     parser.add_argument("--peer-chunk", type=int, default=8192)
+    parser.add_argument("--ways", default="answer,score,generate", help="how to read: as evaluate does, or generate")
     options = parser.parse_args()
     length = parse_length(options.length)
     peer_length = min(parse_length(options.peer_length), length)
@@ -97,11 +98,13 @@ def main() -> None:
     backend._ends = set()
     at_peer = timed(lambda: model.generate(prompt, **plainly))
     tokens = prompt_of(model, length - NEW_TOKENS)[0].tolist()
-    measured = {
-        "answer": timed(lambda: backend.answer([Prompt(token_ids=tokens, max_new_tokens=NEW_TOKENS)])),
-        "score": timed(lambda: backend.score([TextSpan(token_ids=tokens, start=1)])),
-        "generate": timed(lambda: backend._generate(Prompt(token_ids=tokens, max_new_tokens=NEW_TOKENS))),
+    prompt = Prompt(token_ids=tokens, max_new_tokens=NEW_TOKENS)
+    ways: dict[str, Callable[[], object]] = {
+        "answer": lambda: backend.answer([prompt]),
+        "score": lambda: backend.score([TextSpan(token_ids=tokens, start=1)]),
+        "generate": lambda: backend._generate(prompt),
     }
+    measured = {name: timed(ways[name]) for name in options.ways.split(",")}
     report(
         options, name=f"read-{options.shape}-{length // 1024}k", value=at_peer["seconds"], unit="seconds",
         peer=f"transformers, {peer_length // 1024}k tokens in chunks of {options.peer_chunk // 1024}k",
