@@ -59,8 +59,8 @@ def state_of(result):
     return GIB * sum(size for name, size in result["memory_gib"].items() if "float32" in name)
 
 
-def long_rows(rows=1):
-    return Work(length=LENGTH, rows=rows, attended=rows * LENGTH**2 // 2, steps=None)
+def long_rows(rows=1, *, length=LENGTH):
+    return Work(length=length, rows=rows, attended=rows * length**2 // 2, steps=None)
 
 
 def test_phi3_mini_on_one_h200(tmp_path):
@@ -108,6 +108,41 @@ def test_phi3_takes_the_memory_that_was_measured(compiled, measured, tmp_path):
     """With one row in a step, gradients take the place of what layers kept."""
     result = estimate(shape(PHI3, tmp_path), long_rows(), gpus=1, gpu="h200", compiled=compiled)
     assert result["memory_total_gib"] == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("config", "layers", "length", "memory", "lora", "measured"),
+    [
+        (LLAMA3, 32, LENGTH, "small", None, 97.4),
+        (LLAMA3, 1, LENGTH, "least", 16, 22.9),
+        (LLAMA3, 4, LENGTH, "least", 16, 25.2),
+        (LLAMA3, 1, 4 * LENGTH, "least", 16, 60.5),
+        (PHI3, 1, LENGTH, "least", None, 14.6),
+    ],
+)
+def test_levels_take_the_memory_that_was_measured(config, layers, length, memory, lora, measured, tmp_path):
+    """Peaks in GiB on one H200, one row a step, compiled."""
+    cut = type(config)(**{**config.to_dict(), "num_hidden_layers": layers})
+    result = estimate(
+        shape(cut, tmp_path, lora=lora), long_rows(length=length), gpus=1, gpu="h200", memory=memory, compiled=True
+    )
+    assert result["memory_total_gib"] == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("config", "length", "memory", "lora", "seconds"),
+    [
+        (LLAMA3, LENGTH, "small", None, 43.9),
+        # Of a few layers, with what each more of them adds.
+        (LLAMA3, LENGTH, "least", 16, 48.8),
+        (LLAMA3, 4 * LENGTH, "least", 16, 676),
+        (PHI3, LENGTH, "least", None, 41.0),
+    ],
+)
+def test_levels_take_the_time_that_was_measured(config, length, memory, lora, seconds, tmp_path):
+    model = shape(config, tmp_path, lora=lora)
+    result = estimate(model, long_rows(length=length), gpus=1, gpu="h200", memory=memory, compiled=True)
+    assert result["seconds_per_step"] == pytest.approx(seconds, rel=0.1)
 
 
 def test_llama3_8b_needs_more_than_one_h200(tmp_path):
