@@ -2,12 +2,14 @@
 
 import gzip
 import json
+import multiprocessing.spawn
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from multiprocessing import resource_tracker
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -176,6 +178,33 @@ def test_a_worker_that_dies_is_reported(tmp_path, texts, monkeypatch):
     monkeypatch.setattr(tokenise_module, "_work", die)
     with pytest.raises(LongRopeError, match="a worker process has died"):
         make([source], tmp_path / "out", shard_size=0.05, workers=2)
+
+
+@pytest.fixture
+def deadline():
+    """A test that hangs fails after a minute."""
+
+    def fail(*_):
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def test_a_worker_that_dies_at_its_start_is_reported(tmp_path, texts, deadline):
+    """It reads nothing of what it is sent, which for a tokenizer is more than a pipe holds."""
+    source = write(tmp_path / "a.jsonl", texts)
+    resource_tracker.ensure_running()  # it is started by the same program
+    program = multiprocessing.spawn.get_executable()
+    multiprocessing.set_executable("/bin/false")
+    try:
+        with pytest.raises(LongRopeError, match="a worker process has died"):
+            make([source], tmp_path / "out", shard_size=0.05, workers=2)
+    finally:
+        multiprocessing.set_executable(program)
 
 
 def test_a_damaged_shard_is_made_again(tmp_path, texts):

@@ -8,6 +8,7 @@ interrupted job goes on with the shards that are missing.
 import multiprocessing
 import os
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from multiprocessing.connection import wait as wait_for
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -355,31 +357,42 @@ def _on_this_machine(units: Sequence[Unit], job: Job, report: Report) -> Iterato
     context = multiprocessing.get_context("spawn")
     reports = context.SimpleQueue()
     others = set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(workers, context, initializer=_begin_work, initargs=(job, reports))
-    try:
-        running = {pool.submit(_work, unit) for unit in units}
-        while running:
-            done, running = wait(running, timeout=0.5, return_when=FIRST_COMPLETED)
-            while not reports.empty():
-                report(*reports.get())
-            yield from (future.result() for future in done)
-    except BrokenProcessPool as error:
-        raise LongRopeError(
-            "a worker process has died (killed, or out of memory)",
-            hint="run the same command again, which makes the missing shards; --workers sets how many run at once",
-        ) from error
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-        for process in set(multiprocessing.active_children()) - others:
-            process.terminate()
+    with tempfile.TemporaryDirectory() as folder:
+        # Megabytes, so through a file: what fills the pipe of a new process blocks this one for ever if that is killed.
+        shared = Path(folder) / "tokenizer.json"
+        if isinstance(job.tokenizer, str):
+            shared.write_text(job.tokenizer, encoding="utf-8")
+            job = replace(job, tokenizer="")
+        pool = ProcessPoolExecutor(workers, context, initializer=_begin_work, initargs=(job, shared, reports))
+        try:
+            try:
+                running = {pool.submit(_work, unit) for unit in units}
+            except OSError as error:  # one worker died while the next was being started
+                raise BrokenProcessPool from error
+            while running:
+                done, running = wait(running, timeout=0.5, return_when=FIRST_COMPLETED)
+                while not reports.empty():
+                    report(*reports.get())
+                yield from (future.result() for future in done)
+        except BrokenProcessPool as error:
+            raise LongRopeError(
+                "a worker process has died (killed, or out of memory)",
+                hint="run the same command again, which makes the missing shards; --workers sets how many run at once",
+            ) from error
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in set(multiprocessing.active_children()) - others:
+                process.terminate()
 
 
 _worker: dict[str, Any] = {}
 """The job of this worker process, and where it reports."""
 
 
-def _begin_work(job: Job, reports: Any) -> None:
+def _begin_work(job: Job, shared: Path, reports: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the main process, which ends the others
+    if not job.tokenizer:
+        job = replace(job, tokenizer=shared.read_text(encoding="utf-8"))
     _worker.update(job=job, reports=reports)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
