@@ -249,6 +249,8 @@ def damaged_folder(folder, texts):
     (folder / "d.jsonl.zst").write_bytes(b"not zstd")
     (folder / "e.txt").write_bytes(b"\xff\xfe")
     write(folder / "f.parquet", texts[60:70])
+    (folder / "g.jsonl.gz").touch()
+    (folder / "h.jsonl.zst").touch()
 
 
 def test_damage_is_named_and_skipped_or_refused(tmp_path, tiny, texts, capsys, monkeypatch):
@@ -260,21 +262,21 @@ def test_damage_is_named_and_skipped_or_refused(tmp_path, tiny, texts, capsys, m
     problems = record.shards[0].damaged
     assert record.shards[0].skipped == len(problems)
     assert [problem.partition(",")[0].partition(":")[0] for problem in problems] == [
-        *["a.jsonl"] * 3, "b.jsonl.gz", "c.parquet", "d.jsonl.zst", "e.txt"
+        *["a.jsonl"] * 3, "b.jsonl.gz", "c.parquet", "d.jsonl.zst", "e.txt", "g.jsonl.gz", "h.jsonl.zst"
     ]  # fmt: skip
     error = capsys.readouterr().err
     assert all(problem in error for problem in problems)
-    assert "7 files or lines could not be read" in error
+    assert "9 files or lines could not be read" in error
     encoded = documents(tmp_path / "out")
     first = [tiny(text, add_special_tokens=False).input_ids for text in texts[:11]]
     assert encoded[:11] == first
     assert encoded[-10:] == [tiny(text, add_special_tokens=False).input_ids for text in texts[60:70]]
     monkeypatch.setattr(tokenise_module, "MOST_DAMAGE", 2)
     few = make([tmp_path / "in"], tmp_path / "few", workers=1, damaged="skip")
-    assert (few.shards[0].skipped, few.shards[0].damaged) == (7, problems[:2])
+    assert (few.shards[0].skipped, few.shards[0].damaged) == (9, problems[:2])
     error = capsys.readouterr().err
     assert error.count("skipped: ") == 2
-    assert "7 files or lines could not be read" in error
+    assert "9 files or lines could not be read" in error
     with pytest.raises(DataError, match=r"a.jsonl, byte \d+"):  # what was allowed before is not allowed now
         make([tmp_path / "in"], tmp_path / "out", workers=1)
 

@@ -292,6 +292,9 @@ class PortionReader:
         """Lines that begin within the portion; one that cannot be read leaves the others as they are."""
         begin, end, kind = self._portion.begin, self._portion.end, self._portion.file.kind
         is_whole = kind != "jsonl"
+        if is_whole and not self._portion.bytes:  # which decoders take for a file of no lines
+            name = self._portion.file.name
+            raise DataError(f"{name}: no bytes, which a compressed file has", hint="check that the file is whole")
         lines = _decompressed(raw, kind) if is_whole else raw
         ahead = ZSTD_AHEAD if kind.endswith(".zst") else 0
         place = max(begin - 1, 0)
