@@ -22,6 +22,7 @@ from transformers import AutoTokenizer
 
 from longrope2.books import read_books
 from longrope2.cli import cli
+from longrope2.data import corpus as corpus_module
 from longrope2.data import dataset as dataset_module
 from longrope2.data import inputs as inputs_module
 from longrope2.data import storage as storage_module
@@ -288,7 +289,7 @@ def test_documents_are_kept_by_their_length(tmp_path, tiny, texts, monkeypatch):
     encoded_texts = []
     encode = plain_encoder(tiny)
     monkeypatch.setattr(
-        tokenise_module, "_encoder", lambda _: lambda batch: encoded_texts.extend(batch) or encode(batch)
+        tokenise_module, "_encoder", lambda *_: lambda batch: encoded_texts.extend(batch) or encode(batch)
     )
     record = make([source], tmp_path / "out", **options)
     kept = documents(tmp_path / "out")
@@ -308,6 +309,45 @@ def test_documents_are_kept_by_their_length(tmp_path, tiny, texts, monkeypatch):
     assert content(tmp_path / "all") == content(tmp_path / "out")
     make([source], tmp_path / "other", **options, seed=1)
     assert documents(tmp_path / "other") != kept
+
+
+def test_a_huge_document_that_is_left_out_is_not_tokenised_to_its_end(tmp_path, texts, monkeypatch):
+    monkeypatch.setattr(corpus_module, "PIECE", 5000)
+    encoded = []
+    real = corpus_module._whole_encoder
+    monkeypatch.setattr(
+        corpus_module, "_whole_encoder", lambda state: lambda batch: encoded.extend(batch) or real(state)(batch)
+    )
+    monkeypatch.setattr(tokenise_module, "_encoder", tokenise_module._encoder.__wrapped__)
+    huge = " ".join(texts)
+    source = write(tmp_path / "a.jsonl", [texts[0], huge, texts[1]])
+    record = make([source], tmp_path / "out", workers=1, keep=parse_kept("64k:1"))
+    assert len(documents(tmp_path / "out")) == 3  # it fits
+    whole = sum(map(len, encoded))
+    encoded.clear()
+    record = make([source], tmp_path / "few", workers=1, keep=parse_kept("8k:1"))
+    assert record.shards[0].left_out == 1
+    assert sum(map(len, encoded)) < whole / 2
+
+
+def test_long_documents_of_a_table_are_read_one_by_one(tmp_path, texts, monkeypatch):
+    """As many at once as short ones would be gigabytes."""
+    monkeypatch.setattr(inputs_module, "PARQUET_BYTES", 2000)
+    sizes = []
+    read = pyarrow.parquet.ParquetFile.iter_batches
+
+    def iter_batches(self, **options):
+        for batch in read(self, **options):
+            sizes.append(len(batch))
+            yield batch
+
+    monkeypatch.setattr(pyarrow.parquet.ParquetFile, "iter_batches", iter_batches)
+    for name, length in {"long": 3000, "short": 100}.items():
+        write(tmp_path / f"{name}.parquet", [text[:length].ljust(length, ".") for text in texts[:20]])
+    make([tmp_path / "long.parquet"], tmp_path / "a", workers=1)
+    assert sizes == [1] * 20
+    make([tmp_path / "short.parquet"], tmp_path / "b", workers=1)
+    assert max(sizes) > 4
 
 
 @pytest.mark.parametrize("kind", KINDS)

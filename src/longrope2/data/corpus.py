@@ -80,29 +80,34 @@ def encoder_state(tokenizer: "PreTrainedTokenizerBase") -> "str | PreTrainedToke
     return tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else tokenizer
 
 
-def encoder_of(state: "str | PreTrainedTokenizerBase") -> Encoder:
-    """The encoder of a tokenizer's state, which takes texts of any length."""
+def encoder_of(state: "str | PreTrainedTokenizerBase", most: int | None = None) -> Encoder:
+    """The encoder of a tokenizer's state, which takes texts of any length.
+
+    A text of more tokens than `most` may be given up after these, so that a huge one costs little.
+    """
     encode = _whole_encoder(state)
 
     def encode_any(texts: Sequence[str]) -> list[Tokens]:
         if all(len(text) <= PIECE for text in texts):
             return encode(texts)
         return [
-            np.concatenate(list(_pieces(text, encode))) if len(text) > PIECE else encode([text])[0] for text in texts
+            np.concatenate(list(_pieces(text, encode, most))) if len(text) > PIECE else encode([text])[0]
+            for text in texts
         ]
 
     return encode_any
 
 
-def _pieces(text: str, encode: Encoder) -> Iterator[NDArray[np.int32]]:
+def _pieces(text: str, encode: Encoder, most: int | None) -> Iterator[NDArray[np.int32]]:
     """The tokens of a long text piece by piece, as they are in the whole."""
-    start = 0
-    while start < len(text):
+    start = given = 0
+    while start < len(text) and (most is None or given <= most):
         end = len(text) if len(text) <= start + PIECE else _cut(text, start, encode)
         # Some tokenizers put a space before the first word they are given: that one is cut off again.
         follows, tokens = _after(text, max(start - CONTEXT, 0), start, end, encode)
-        yield np.asarray(tokens if follows else encode([text[start:end]])[0], dtype=np.int32)
-        start = end
+        piece = np.asarray(tokens if follows else encode([text[start:end]])[0], dtype=np.int32)
+        yield piece
+        start, given = end, given + len(piece)
 
 
 def _cut(text: str, start: int, encode: Encoder) -> int:

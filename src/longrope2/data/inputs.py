@@ -37,8 +37,8 @@ ZSTD_AHEAD = 1 << 15
 """Bytes that Arrow has read but not yet decoded, on average: it reads 64 KiB at a time."""
 READ_AHEAD = 1 << 20
 """Bytes to ask a store for at a time."""
-PARQUET_ROWS = 32
-"""Documents to read at once: whole row groups can be gigabytes of text."""
+PARQUET_ROWS, PARQUET_BYTES = 32, 1 << 22
+"""Documents to read at once, and about how much text: whole row groups can be gigabytes of it."""
 
 
 @dataclass(frozen=True)
@@ -326,7 +326,9 @@ class PortionReader:
             before = sum(table.metadata.row_group(number).num_rows for number in range(self._portion.begin))
             total = sum(_column_bytes(table.metadata.row_group(number), column) for number in groups)
             columns = [name for name in names if name == column or name in TITLE_COLUMNS]
-            batches = table.iter_batches(batch_size=PARQUET_ROWS, row_groups=groups, columns=columns)
+            count = sum(table.metadata.row_group(number).num_rows for number in groups)
+            at_once = min(max(PARQUET_BYTES * count // max(total, 1), 1), PARQUET_ROWS)
+            batches = table.iter_batches(batch_size=at_once, row_groups=groups, columns=columns)
             rows = (row for batch in batches for row in batch.to_pylist())
             size = 0
             for number, row in enumerate(rows, start=1):

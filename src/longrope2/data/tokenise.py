@@ -83,6 +83,11 @@ class Job:
         """Where each range of lengths ends but the last, which is open."""
         return [kept.up_to for kept in self.config.keep] or list(SHOWN_LENGTHS)
 
+    @property
+    def most_tokens(self) -> int | None:
+        """A document of more is left out."""
+        return self.config.keep[-1].up_to if self.config.keep else None
+
     def share(self, length: int) -> float:
         """The share to keep of documents of this length, marks included."""
         if not self.config.keep:
@@ -146,7 +151,7 @@ class _Counts:
 def write_shard(unit: Unit, job: Job, report: Report = lambda *_: None) -> Shard:
     """Tokenise a unit into its shard, whole or absent; the record is written last."""
     counts = _Counts(job, [], 0, [])
-    output, encode = Folder(job.output), _encoder(job.tokenizer)
+    output, encode = Folder(job.output), _encoder(job.tokenizer, job.most_tokens)
     done = 0
     with output.writing(f"{unit.shard}.arrow") as path:
         with writing_tokens(path) as write:
@@ -207,8 +212,8 @@ def _read(unit: Unit, job: Job, counts: _Counts) -> Iterator[tuple[int, list[Boo
 
 
 @lru_cache(maxsize=1)
-def _encoder(tokenizer: "str | PreTrainedTokenizerBase") -> Encoder:
-    return encoder_of(tokenizer)
+def _encoder(tokenizer: "str | PreTrainedTokenizerBase", most: int | None) -> Encoder:
+    return encoder_of(tokenizer, most)
 
 
 def tokenise_sources(model: str, sources: Sequence[str], output: str, config: TokeniseConfig) -> DatasetRecord:
@@ -494,7 +499,7 @@ def forecast_dataset(model: str, sources: Sequence[str], config: TokeniseConfig)
 def _forecast(source: InputSource, job: Job) -> tuple[SourceSummary, float]:
     """What a source will give, and the seconds it will take one worker."""
     total = sum(file.size for file in source.files)
-    encode = _encoder(job.tokenizer)
+    encode = _encoder(job.tokenizer, job.most_tokens)
     is_all = total <= SAMPLES * SAMPLE_BYTES
     found = SourceSummary(
         source=source.name, files=len(source.files), input_bytes=total, documents=0, tokens=0, left_out=0, bytes=0,
