@@ -127,6 +127,25 @@ def test_ray_goes_on_when_nodes_come_and_go(tmp_path, texts, monkeypatch):
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
+def test_a_node_without_the_package_is_reported(tmp_path, texts, monkeypatch):
+    cluster_utils = pytest.importorskip("ray.cluster_utils", reason="needs longrope2[cluster]")
+    source = write(tmp_path / "a.jsonl", texts[:5])
+    (tmp_path / "node" / "longrope2").mkdir(parents=True)
+    (tmp_path / "node" / "longrope2" / "__init__.py").write_text('raise ImportError("no longrope2 here")')
+    before = os.environ.get("PYTHONPATH", "")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "node"))
+    cluster = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    try:
+        job = started(command(source, tmp_path / "out"), RAY_ADDRESS=cluster.address, PYTHONPATH=before)
+        _, error = job.communicate()
+    finally:
+        cluster.shutdown()
+    assert job.returncode == 2
+    assert "error: a node of the cluster cannot run this package" in error
+    assert "no longrope2 here" in error
+    assert "Traceback" not in error
+
+
 def test_ray_gives_up_a_shard_that_always_kills_its_process(tmp_path, texts, ray, monkeypatch):
     monkeypatch.setattr(tokenise_module, "RETRIES", 1)
     monkeypatch.setattr(tokenise_module, "write_shard", lambda *_: os.kill(os.getpid(), signal.SIGKILL))

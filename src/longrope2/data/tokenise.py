@@ -448,6 +448,11 @@ def _ray_result(ray: Any, ready: Any, unit: Unit) -> Shard:
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, LongRopeError):
             raise error.cause from None
+        if isinstance(error.cause, ray.exceptions.RaySystemError):  # it could not read its arguments
+            raise LongRopeError(
+                f"a node of the cluster cannot run this package ({first_line(error.cause)})",
+                hint="install the same version of longrope2 on every node",
+            ) from error
         raise
     except ray.exceptions.RayError as error:
         raise LongRopeError(
