@@ -392,6 +392,25 @@ def test_a_dry_run_knows_files_of_different_documents(tmp_path, kind, texts, mon
     assert abs(forecast.sources[0].documents / found.documents - 1) < 0.15
 
 
+@pytest.mark.parametrize("files", [2, 5])
+def test_a_dry_run_knows_documents_longer_than_a_sample(tmp_path, files, monkeypatch):
+    """Of which `keep` leaves out the longest: a sample that ends early must not stand for as many as one of those."""
+    rng = np.random.default_rng(0)
+    book = next(read_books(held_out=False)).text
+    lengths = np.exp(rng.uniform(np.log(30), np.log(6000), 600)).astype(int)
+    starts = rng.integers(0, len(book) - 6000, len(lengths))
+    texts = [book[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+    for number in range(files):
+        write(tmp_path / "in" / f"{number:02}.jsonl", texts[number::files])
+    monkeypatch.setattr(tokenise_module, "SAMPLES", 24)
+    monkeypatch.setattr(tokenise_module, "SAMPLE_BYTES", 1500)
+    config = {"workers": 1, "keep": parse_kept("900:1")}
+    forecast = forecast_dataset("tiny", [str(tmp_path / "in")], TokeniseConfig(**config))
+    (found,) = summary(make([tmp_path / "in"], tmp_path / "out", **config))
+    assert found.left_out > 50
+    assert abs(forecast.tokens / found.tokens - 1) < 0.15
+
+
 def rows_of(model_plan, cache):
     loader = RowLoader.open(model_plan, cache)
     loader.check()

@@ -11,12 +11,14 @@ import signal
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
+from itertools import groupby
 from multiprocessing.connection import wait as wait_for
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,6 +63,10 @@ RETRIES = 20
 """Of a shard whose process or node is lost, on Ray: more often, the shard itself is the likely cause."""
 SAMPLES, SAMPLE_BYTES = 48, 500_000
 """Places of a source that a forecast reads, and the text it reads at each."""
+POOLED = 3
+"""Samples of a file that are pooled, if there are so many."""
+LEAST_DOCUMENTS = 8
+"""Documents of a sample, however long they are."""
 BESIDE_SAMPLES = 1.15
 """What writing shards and a fuller memory add to the time that samples take (benchmarks/tokenising.py)."""
 
@@ -517,13 +523,13 @@ def _forecast(source: InputSource, job: Job) -> tuple[SourceSummary, float]:
         began = time.monotonic()
         for portion in portions:
             reader = PortionReader(portion, job.config.text_column)
-            size = 0
+            size = documents = 0
             for book in reader:
                 if isinstance(book, Book):
                     kept, _ = counts.add([book], encode)
                     strings += sum(len(each.title) + len(each.source) + 12 for each in kept)
-                    size += len(book.text)
-                if size >= SAMPLE_BYTES and not is_all:
+                    size, documents = size + len(book.text), documents + 1
+                if size >= SAMPLE_BYTES and documents >= LEAST_DOCUMENTS and not is_all:
                     break
             read += reader.consumed
         scale = stands_for / max(read, 1)
@@ -565,8 +571,19 @@ def _samples(source: InputSource, total: int) -> Iterator[tuple[float, list[Port
         # Evenly over the bytes: a small file of short documents counts less than a large one of long documents.
         ends = np.cumsum([portion.bytes for portion in others])
         places = (np.arange(SAMPLES) + 0.5) / SAMPLES * ends[-1]
-        found, times = np.unique(np.searchsorted(ends, places, side="right"), return_counts=True)
-        yield from ((count * ends[-1] / SAMPLES, [others[place]]) for place, count in zip(found, times, strict=True))
+        places, times = np.unique(np.searchsorted(ends, places, side="right"), return_counts=True)
+        files = Counter(others[place].file for place in places)
+
+        def like(chosen: tuple[int, int]) -> object:
+            """The same for samples that are pooled."""
+            file = others[chosen[0]].file
+            return file if files[file] >= POOLED else chosen
+
+        # A sample that ends early holds short documents, and one of long documents goes on to their end: pooled, each
+        # counts by what it read. Not those of several files, since a large one is chosen more often already.
+        for _, same in groupby(zip(places.tolist(), times.tolist(), strict=True), like):
+            chosen, count = zip(*same, strict=True)
+            yield sum(count) * ends[-1] / SAMPLES, [others[place] for place in chosen]
 
 
 def summary_tables(sources: Sequence[SourceSummary]) -> tuple[Table, Table]:
