@@ -311,6 +311,7 @@ def main() -> None:
         seeds=options.seeds,
         algorithms=results,
         racing=racing(options.seeds),
+        racing_eight_iterations=racing(options.seeds, iterations=8),
         documents={count: noisy(ALGORITHMS["surrogate"], options.seeds, count) for count in (10, 20, 40)},
     )
 
