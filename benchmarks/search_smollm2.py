@@ -121,7 +121,8 @@ def main() -> None:
             entry = {"name": name, "seed": seed, "factors": list(factors.long)}
             entry |= {"critical_dimension": factors.critical_dimension, "temperature": factors.long_attention_factor}
             if result is not None:
-                entry |= {key: result[key] for key in ("scores", "document_evaluations", "seconds", "convergence")}
+                kept = ("scores", "own_window", "document_evaluations", "seconds", "convergence")
+                entry |= {key: result[key] for key in kept}
             found.append(entry | ({} if test is None else test.score(factors)))
             write_json(
                 options.output / f"search-smollm2-{text}.json",
