@@ -484,6 +484,10 @@ def test_every_kind_of_search_runs_to_its_end(options, method, tiny, books, tmp_
         assert factors.critical_dimension is None
         assert max(factors.long) <= 1.25 * 1.25
         assert factors.long_attention_factor == pytest.approx(math.sqrt(1 + math.log(1.25) / math.log(256)))
+        # From Python `method` alone asks for the same search: its journal is accepted, nothing is left to do.
+        named = dict(zip((name[2:].replace("-", "_") for name in SMALLEST[::2]), SMALLEST[1::2], strict=True))
+        again = longrope2.search_factors("tiny", 320, tmp_path, books=str(books), method="longrope", **named)
+        assert (again.method, again.long) == (factors.method, factors.long)
     if "plain" in options or "longrope" in options:
         assert summary["config"]["objective"] == "plain"
         assert {entry["tokens"] for entry in lines(tmp_path, "evaluation")} == {319}
@@ -558,12 +562,24 @@ def test_what_is_found_at_one_length_starts_the_next(tiny, books, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "cuts"),
-    [({}, 2), pytest.param({}, 6, marks=pytest.mark.slow), pytest.param(STAGED, 6, marks=pytest.mark.slow)],
-    ids=["paper", "paper, more often", "wide, staged"],
+    ("options", "schedule", "cuts"),
+    [
+        pytest.param({}, {}, 2, id="paper"),
+        *(
+            pytest.param(options, schedule, 6, marks=pytest.mark.slow, id=name)
+            for name, options, schedule in [
+                ("paper, more often", {}, {}),
+                ("evolution", {"documents": 2}, {"algorithm": "evolution"}),
+                ("evolution without racing", {"dimensions": "all"}, {"algorithm": "evolution", "race": "off"}),
+                ("wide, staged", STAGED, {}),
+                ("paper, staged", {**STAGED, "space": "paper", "staged": True, "attention_factor": "searched"}, {}),
+                ("longrope", {"method": "longrope"}, {}),
+            ]
+        ),
+    ],
 )
-def test_a_search_cut_off_anywhere_ends_with_the_same_factors(options, cuts, tiny, books, tmp_path):
-    evolution = EvolutionConfig(population=4, iterations=2, parents=4, mutations=2, crossovers=1)
+def test_a_search_cut_off_anywhere_ends_with_the_same_factors(options, schedule, cuts, tiny, books, tmp_path):
+    evolution = EvolutionConfig(population=4, iterations=2, parents=4, mutations=2, crossovers=1, **schedule)
     config = small_config(books, **{"documents": 1, "held_out": 1, "evolution": evolution, **options})
     search(tiny, config, tmp_path / "whole", ALONE)
     journal = (tmp_path / "whole" / "history.jsonl").read_bytes()
