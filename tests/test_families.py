@@ -321,3 +321,17 @@ def test_the_layers_that_slide_are_those_of_transformers(family, keys):
 def test_a_config_with_a_wrong_value_is_refused_in_words(wrong):
     with pytest.raises(ModelError):
         read_config(SMALL | {"model_type": "llama"} | wrong)
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+def test_a_factor_of_one_is_no_rescaling(kind):
+    """Mistral Small 4 cannot be written without YaRN's keys."""
+    scaling = {"rope_type": kind, "factor": 1.0, "original_max_position_embeddings": 64}
+    config = family_config("llama", max_position_embeddings=64).to_dict() | {
+        "rope_parameters": {**scaling, "rope_theta": 1e4}
+    }
+    assert read_config(config).rescaled is None
+    assert (
+        read_config({**config, "rope_parameters": {**scaling, "rope_theta": 1e4, "factor": 2.0}}).rescaled.method
+        == kind
+    )

@@ -4,7 +4,9 @@
 """
 
 import copy
+import json
 import sys
+import tempfile
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,6 +112,11 @@ def tiny_config(model_type: str, rope: dict[str, Any] | None = None, **overrides
         whole = {**before, **rope}
         config = kind(**{**options, "rope_parameters": {**config.rope_parameters, layers: whole} if layers else whole})
     return config
+
+
+def as_saved(config: Any) -> dict[str, Any]:
+    """The config.json that transformers writes for it, which has objects for numbers that JSON lacks."""
+    return json.loads(config.to_json_string(use_diff=False))
 
 
 # Types that transformers cannot build with plain RoPE, in a form of theirs that does nothing.
@@ -329,10 +336,12 @@ def check_export(config: Any) -> None:
     model, factors = tiny_model(config), tiny_factors(config, one_temperature=True)
     if config.model_type in TRANSFORMERS.static_families:
         factors = factors.long_everywhere()
-    exported = serving_config(config.to_dict(), factors, dtype="float32")
+    exported = serving_config(as_saved(config), factors, dtype="float32")
     found = read_factors(read_config(exported))
     assert found.rotates_as(factors), "factors are read otherwise than they were written"
-    theirs = tiny_model(CONFIG_MAPPING[config.model_type].from_dict(exported))
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(exported, allow_nan=False))
+        theirs = tiny_model(CONFIG_MAPPING[config.model_type].from_pretrained(folder))
     theirs.load_state_dict(model.state_dict())
     for length in (WINDOW, WINDOW + 1):
         row = tokens_of(length)
@@ -386,7 +395,7 @@ def judge(model_type: str) -> Verdict:
     try:
         refuse(model_type)
         config = tiny_config(model_type)
-        reading = read_config(config.to_dict())
+        reading = read_config(as_saved(config))
         if reading.family != model_type:
             return Verdict(REFUSED, "parts of larger models, whose language model can be saved alone (see above)")
         check_rows(config)

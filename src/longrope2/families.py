@@ -172,12 +172,22 @@ def live_config(config: Mapping[str, Any]) -> Any:
         )
         raise ModelError(f"{_shown(family)} {problem}", hint=OTHER_MODEL)
     check_plausible(config)
-    values = copy.deepcopy(dict(config))
+    values = _with_floats(copy.deepcopy(dict(config)))
     with damage(_unusable(config), hint=COPY_AGAIN):
         _check_rope_types(values)
     with config_errors(f"this {family} model"), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of the older form, which exports have as well
         return CONFIG_MAPPING[family].from_dict(values)
+
+
+def _with_floats(value: Any) -> Any:
+    """A value of a config.json, with the numbers that JSON lacks, which transformers 5 writes as objects."""
+    if isinstance(value, dict):
+        name = value.get("__float__")
+        if len(value) == 1 and name in ("Infinity", "-Infinity", "NaN"):
+            return float(name)
+        return {key: _with_floats(inner) for key, inner in value.items()}
+    return [_with_floats(inner) for inner in value] if isinstance(value, list) else value
 
 
 def text_config(live: Any) -> Any:
@@ -414,6 +424,8 @@ def _existing_rescaling(parameters: Mapping[str, Any], rope: RopeSpec, window: i
         factors, long_factors = (_listed(parameters, name, rope.num_dims) for name in ("short_factor", "long_factor"))
         if attention_factor is None and factor > 1:
             attention_factor = longrope_temperature(factor, stated.original_length)
+    if method in ("linear", "yarn", "llama3") and factor == 1 and (attention_factor or 1.0) == 1.0:
+        return None  # written out, but it does nothing
     return Rescaled(
         method=method,
         factors=tuple(map(float, factors)),
