@@ -78,8 +78,27 @@ def permuted(weight, heads):
 GGUF_FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3_text": "gemma3", "phi3": "phi3"}
 
 
-def write_gguf(path, model, tokenizer_folder, *, quantisation="F32", rope=None, architecture=None, extra=None):
-    """A GGUF file as llama.cpp's converter writes it, with the names that its own package gives to tensors."""
+def random_blocks(kind, shape, rng):
+    """Bytes of a quantised tensor that mean numbers of a usual size."""
+    values, size = gguf.GGML_QUANT_SIZES[kind]
+    blocks = rng.integers(256, size=(shape[0] * shape[1] // values, size), dtype=np.uint8)
+    while kind in gguf.quants._type_traits:
+        with np.errstate(all="ignore"):
+            numbers = gguf.dequantize(blocks, kind)
+        odd = ~(np.abs(numbers).max(axis=1) < 100)
+        if not odd.any():
+            break
+        blocks[odd] = rng.integers(256, size=(odd.sum(), size), dtype=np.uint8)
+    return blocks.reshape(shape[0], -1)
+
+
+def write_gguf(path, model, tokenizer_folder, *, quantisation="F32", types=None, rope=None, architecture=None,
+               extra=None):  # fmt: skip
+    """A GGUF file as llama.cpp's converter writes it, with the names that its own package gives to tensors.
+
+    `types` names the quantisation of single tensors, whose content is then random.
+    """
+    rng = np.random.default_rng(0)
     config, state = model.config, {name: t.float().numpy() for name, t in model.state_dict().items()}
     family = GGUF_FAMILIES[config.model_type]
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
@@ -125,7 +144,11 @@ def write_gguf(path, model, tokenizer_folder, *, quantisation="F32", rope=None, 
         if family == "gemma3" and part.endswith("norm"):
             array = array + 1
         kind = gguf.GGMLQuantizationType[quantisation] if array.ndim > 1 else gguf.GGMLQuantizationType.F32
-        writer.add_tensor(names.get_name(name, (".weight", ".bias")), gguf.quantize(array, kind), raw_dtype=kind)
+        if name in (types or {}):
+            kind, content = types[name], random_blocks(types[name], array.shape, rng)
+        else:
+            content = gguf.quantize(array, kind)
+        writer.add_tensor(names.get_name(name, (".weight", ".bias")), content, raw_dtype=kind)
     for name, array in (extra or {}).items():
         writer.add_tensor(name, np.asarray(array, dtype=np.float32))
     writer.write_header_to_file()
@@ -368,6 +391,31 @@ class TestGGUF:
             for each in models:
                 torch.testing.assert_close(loaded.model(tokens).logits, each(tokens).logits, rtol=1e-5, atol=1e-5)
         assert loaded.info.reading.family == family
+
+    def test_every_type_that_the_package_dequantises(self, tmp_path, tokenizer_folder):
+        """One file with a tensor of each, as K-quants mix them, against transformers' own reader."""
+        model = gguf_model(
+            hidden_size=256, intermediate_size=256, num_hidden_layers=4, num_attention_heads=16, num_key_value_heads=16
+        )
+        matrices = [name for name, weight in model.named_parameters() if weight.ndim > 1]
+        types = dict(zip(matrices, gguf.quants._type_traits, strict=False))
+        assert len(types) == len(gguf.quants._type_traits) > 20
+        path = write_gguf(tmp_path / "m.gguf", model, tokenizer_folder, types=types)
+        ours, tensors = load(path).model.state_dict(), gguf.GGUFReader(path).tensors
+        assert {tensor.tensor_type for tensor in tensors} >= set(types.values())
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32).state_dict()
+        for name in types:
+            assert ours[name].std() > 0
+            assert torch.equal(ours[name], theirs[name]), types[name].name
+
+    def test_a_type_that_the_package_cannot_dequantise(self, tmp_path, tokenizer_folder):
+        types = {"model.layers.0.mlp.up_proj.weight": gguf.GGMLQuantizationType.Q8_K}
+        path = write_gguf(tmp_path / "m.gguf", gguf_model(hidden_size=256), tokenizer_folder, types=types)
+        with pytest.raises(
+            ModelError, match=r"'blk\.0\.ffn_up\.weight' has the type Q8_K, which the gguf package"
+        ) as raised:
+            load(path)
+        assert "another quantisation" in raised.value.hint
 
     def test_tokenizer_splits_as_the_file_says(self, tmp_path, tokenizer_folder):
         from transformers import AutoTokenizer

@@ -535,7 +535,13 @@ def dequantised(tensor: Any) -> "np.ndarray":
     import gguf
     import numpy as np
 
-    values = gguf.dequantize(tensor.data, tensor.tensor_type)
+    try:
+        values = gguf.dequantize(tensor.data, tensor.tensor_type)
+    except NotImplementedError as error:
+        raise ModelError(
+            f"tensor '{tensor.name}' has the type {tensor.tensor_type.name}, which the gguf package cannot dequantise",
+            hint="update the gguf package, or use a file of another quantisation",
+        ) from error
     return np.array(values, dtype=np.float32).reshape([int(n) for n in reversed(tensor.shape)])
 
 
