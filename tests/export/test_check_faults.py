@@ -43,6 +43,9 @@ FAULTS = {
     "a number as text": (
         config(rope_scaling={**YARN, "factor": "4"}), "config.json, factor", "must be a number above 0, got '4'",
     ),
+    "a factor below 1": (
+        config(rope_scaling={**YARN, "factor": 0.25}), "config.json, factor", "must be at least 1, got 0.25",
+    ),
     # NVIDIA-NeMo/Automodel 2652, ROCm/aiter 4742
     "YaRN without its original window": (
         config(rope_scaling={"rope_type": "yarn", "factor": 4.0}), "config.json, original_max",
@@ -110,7 +113,8 @@ def test_fault(name, tmp_path):
     "name",
     ["the base is lost", "two sections that disagree", "YaRN without its original window", "longrope without it",
      "llama3 without it", "a window scaled twice", "an attention factor that vLLM does not read",
-     "mscales that transformers does not read", "the other generation's keys"],
+     "mscales that transformers does not read", "the other generation's keys",
+     "a sliding window that hides everything"],
 )  # fmt: skip
 def test_the_corrected_keys_are_right(name, tmp_path):
     content, _, _ = FAULTS[name]
@@ -118,6 +122,19 @@ def test_the_corrected_keys_are_right(name, tmp_path):
     report = check(write(tmp_path / "m", {**content, **corrected}))
     assert report.wrong == []
     assert report.corrected is None or "known limit" in {f.verdict for f in report.findings}
+
+
+@pytest.mark.parametrize("name", ["a factor below 1", "a number as text", "lists of a wrong length", "lists with text"])
+def test_where_nothing_tells_what_was_meant_no_keys_are_offered(name, tmp_path):
+    assert check(write(tmp_path / "m", FAULTS[name][0])).corrected is None
+
+
+def test_reasons_of_transformers_are_whole(tmp_path):
+    content, _, _ = FAULTS["lists of a wrong length"]
+    notes = [f.note for f in check(write(tmp_path / "m", {**content, "model_type": "phi3"})).wrong]
+    assert any("must have length 8, got 7" in note for note in notes), notes
+    notes = [f.note for f in check(write(tmp_path / "m", config(rope_scaling="yarn"))).wrong]
+    assert "it refuses this config: rope_parameters must be an object, got 'yarn'" in notes
 
 
 # Public issues of engines and versions: nothing is wrong with the config, and each row says who reads it otherwise.
@@ -158,6 +175,11 @@ LIMITS = {
     "llama3 of another window": (
         config(rope_theta=500000.0, rope_scaling=LLAMA3), {"llama.cpp": "frequency", "mlx-lm": ""},
     ),
+    # mlx-lm demands a base of some families, and has a default for others
+    "rope_theta of Qwen 3": (
+        config("qwen3", head_dim=16, rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
+        {"mlx-lm": "it lacks 'rope_theta'", "llama.cpp": ""},
+    ),
     "dynamic": (config(rope_scaling={"type": "dynamic", "factor": 4.0}), {"llama.cpp": "does not know dynamic"}),
 }  # fmt: skip
 
@@ -171,6 +193,22 @@ def test_what_other_engines_and_versions_do(name, tmp_path):
         (finding,) = (f for f in report.findings if f.engine.startswith(engine) and f.mode == "read")
         assert evidence in finding.note
         assert finding.verdict == ("right" if not evidence or engine == "vLLM" else "known limit")
+
+
+@pytest.mark.parametrize(
+    ("family", "rope", "mlx"),
+    [
+        # Gemma 3 4B states no base, and both engines have the right one for it
+        ("gemma3_text", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "right"),
+        # Ministral 3 and DeepSeek: llama.cpp reads their mscales, as it does in no other family
+        ("ministral3", {"rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}, "not checked"),
+    ],
+)
+def test_nothing_is_said_of_families_that_llama_cpp_reads_in_its_own_way(family, rope, mlx, tmp_path):
+    report = check(write(tmp_path / "m", config(family, head_dim=16, **rope)))
+    found = {finding.engine.split()[0]: finding for finding in report.findings}
+    assert (found["mlx-lm"].verdict, found["llama.cpp"].verdict) == (mlx, "not checked")
+    assert "a converter of their own" in found["llama.cpp"].note
 
 
 def test_a_trainer_that_changes_the_config_of_a_live_model():

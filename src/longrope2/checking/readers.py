@@ -13,6 +13,7 @@ from longrope2.checking.rotation import Rotation, default_longrope_attention, ro
 from longrope2.checking.statement import ALIASES, LLAMA3_WINDOW, Statement
 from longrope2.errors import LongRopeError
 from longrope2.export.engines import MLX, VLLM
+from longrope2.export.gguf import WRITTEN_AS
 from longrope2.families import LONG_MSCALE, ORIGINAL, SHORT_MSCALE, read_config
 from longrope2.methods import yarn_temperature
 
@@ -133,14 +134,19 @@ def _vllm_before_30(statement: Statement, live: Live) -> Reading:
     return Reading(found, round(live[ORIGINAL] * factor))
 
 
+MLX_BASES = {"qwen2": 1_000_000.0, "gemma3_text": 1_000_000.0}
+
+
 def _mlx(statement: Statement, live: Live) -> Reading:
     family, section = statement.config.get("model_type"), dict(statement.older)
     if family not in (MLX.families or ()):
         raise NotKnownError(f"{family} models in mlx-lm were not looked at")
     kind = str(section.get("type") or section.get("rope_type") or "default")
+    if statement.top_theta is None and family in ("qwen3", "granite"):
+        raise KeyError("rope_theta")  # of the others each has a default
     section |= {
         "rope_type": "longrope" if kind == "su" and family == "phi3" else kind,
-        "rope_theta": statement.top_theta or {"qwen2": 1_000_000.0}.get(family, 10_000.0),
+        "rope_theta": statement.top_theta or MLX_BASES.get(family, 10_000.0),
         "partial_rotary_factor": statement.parameters.get("partial_rotary_factor"),
     }
     if section["rope_type"] == "longrope":
@@ -164,19 +170,21 @@ def _llama_cpp(statement: Statement, live: Live) -> Reading:
     """The converter of llama.cpp, and llama.cpp with what that wrote."""
     _refuse_proportional(statement)
     config, section = statement.config, dict(statement.newer or statement.older)
-    if str(config.get("model_type")) == "gpt_oss" or "text_config" in config:
-        raise NotKnownError("it has a converter of its own")
     kind = str(section.get("rope_type") or section.get("type") or "default")
+    family, base = config.get("model_type"), section.get("rope_theta") or statement.top_theta
+    if family not in (*WRITTEN_AS, "phimoe") and (kind != "default" or not base):
+        # Gemma 3 has another base there, DeepSeek and Ministral 3 another YaRN.
+        raise NotKnownError(f"{family} models with {kind} RoPE, or without a base, have a converter of their own")
     top = config.get(ORIGINAL)
     section |= {
         "rope_type": ALIASES.get(kind, kind),
-        "rope_theta": section.get("rope_theta") or statement.top_theta or 10_000.0,
+        "rope_theta": base or 10_000.0,
         "partial_rotary_factor": statement.parameters.get("partial_rotary_factor"),
         ORIGINAL: section.get(ORIGINAL) or top,
     }
     remark = ""
     if section["rope_type"] == "longrope":
-        if config.get("model_type") not in ("phi3", "phimoe"):
+        if family not in ("phi3", "phimoe"):
             section["rope_type"], remark = "default", "its converter drops the factors; use longrope2 export"
         else:
             forced = default_longrope_attention(statement.window / section[ORIGINAL], section[ORIGINAL])

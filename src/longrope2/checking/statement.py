@@ -62,7 +62,7 @@ class Statement:
 
     def rotation(self) -> Rotation | None:
         """What the config asks for; None where it asks for nothing that could be computed."""
-        if any(_faults_of_values(self)):
+        if any(_faults_of_values(self)) or any(_faults_of_lists(self)):
             return None
         try:
             return rotation(self.completed(), head_dim=self.head_dim, window=self.window)
@@ -99,6 +99,8 @@ class Statement:
             result[ORIGINAL] = original
         if (partial := parameters.get("partial_rotary_factor")) is not None:
             result["partial_rotary_factor"] = partial
+        if any(finding.is_wrong for finding in _faults_of_attention_span(self)):
+            result["sliding_window"] = window
         result[OLDER] = None if self.kind == "default" else {"type": self.kind, **parameters}
         return result | {NEWER: self._nested(parameters)}
 
@@ -176,6 +178,8 @@ def _faults_of_values(statement: Statement) -> Iterator[Finding]:
             value = section.get(key)
             if value is not None and (not isinstance(value, int | float) or isinstance(value, bool) or value <= 0):
                 yield _fault(key, f"{key} in {place} must be a number above 0, got {value!r:.40}")
+            elif key == "factor" and value is not None and value < 1:
+                yield _fault(key, f"factor in {place} must be at least 1, got {value:g}: it would shrink the window")
 
 
 def _faults_of_type(statement: Statement) -> Iterator[Finding]:
@@ -306,7 +310,11 @@ def _faults_of_attention_span(statement: Statement) -> Iterator[Finding]:
             f"{statement.kind} scaling to {statement.window:,} tokens"
         )
         if span <= original:
-            yield _fault("sliding_window", f"{text} changes nothing but the {original:,} that were trained")
+            yield _fault(
+                "sliding_window",
+                f"{text} changes nothing but the {original:,} that were trained; with the corrected keys every layer "
+                "sees all of them, which the model has to be trained for",
+            )
         else:
             yield Finding(CONFIG, "sliding_window", None, "known limit", f"{text} reaches no farther")
 
@@ -368,4 +376,9 @@ def quiet_transformers() -> Iterator[None]:
 
 def reason_of(error: BaseException) -> str:
     """What a library says of a config that it refuses."""
-    return first_line(error.__cause__ or error).strip("'\"")
+    cause = error.__cause__ or error
+    if isinstance(cause, KeyError) and cause.args:  # which would be shown in quotes
+        cause = ValueError(cause.args[0])
+    first = first_line(cause)
+    # Validators of transformers name themselves in the first line, and say below what is wrong.
+    return first_line(ValueError(" ".join(str(cause).split()))) if first.endswith(":") else first
