@@ -1,6 +1,7 @@
 """Every classic fault is found, with its numbers and the corrected config; public issues are cases."""
 
 import json
+import logging
 import re
 from functools import partial
 
@@ -104,7 +105,15 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_fault(name, tmp_path):
     content, where, evidence = FAULTS[name]
-    report = check(write(tmp_path / "m", content))
+    logged = []
+    handler = logging.Handler()
+    handler.emit = logged.append
+    logging.getLogger("transformers").addHandler(handler)
+    try:
+        report = check(write(tmp_path / "m", content))
+    finally:
+        logging.getLogger("transformers").removeHandler(handler)
+    assert logged == []  # the findings say it
     wrong = {f"{f.engine}, {f.mode}": f.note for f in report.wrong}
     assert any(key.startswith(where) and evidence in note for key, note in wrong.items()), wrong
 

@@ -68,13 +68,14 @@ def check(model: "str | Path | nn.Module", *, config_only: bool = False) -> Chec
     current engines, and `report.corrected` has the keys to paste otherwise. With `config_only` no weights are loaded.
     """
     accept_mscales()
-    if isinstance(model, str | Path):
-        return _check_named(str(model), config_only=config_only)
-    if not hasattr(model, "config"):
-        raise ModelError(
-            f"{type(model).__name__} has no config: not a transformers model", hint="pass the model, or its folder"
-        )
-    return _report(type(model).__name__, read_statement(_config_of(model)), model=model)
+    with quiet_transformers():
+        if isinstance(model, str | Path):
+            return _check_named(str(model), config_only=config_only)
+        if not hasattr(model, "config"):
+            raise ModelError(
+                f"{type(model).__name__} has no config: not a transformers model", hint="pass the model, or its folder"
+            )
+        return _report(type(model).__name__, read_statement(_config_of(model)), model=model)
 
 
 def _config_of(model: Any) -> dict[str, Any]:
@@ -116,8 +117,7 @@ def _loaded(name: str, location: str) -> Any:
         raise ModelError(NO_WEIGHTS)
     source, options = pretrained_source(info)
     say(f"loading {name}")
-    with quiet_transformers():
-        return load_folder(name, source, dtype="auto", **options).eval()
+    return load_folder(name, source, dtype="auto", **options).eval()
 
 
 def _report(
@@ -149,9 +149,8 @@ def _live_parameters(statement: Statement, model: Any) -> tuple[Mapping[str, Any
     if statement.plain is None:
         return {}, f"it does not know '{statement.config.get('model_type')}' models"
     try:
-        with quiet_transformers():
-            config = copy.deepcopy(model.config) if model is not None else live_config(statement.config)
-            config.standardize_rope_params()  # again, as vLLM and every rotary module do: it now sees all keys
+        config = copy.deepcopy(model.config) if model is not None else live_config(statement.config)
+        config.standardize_rope_params()  # again, as vLLM and every rotary module do: it now sees all keys
     except LongRopeError as error:
         return {}, f"it refuses this config: {reason_of(error)}"
     parameters = getattr(config, NEWER, None) or {}
@@ -173,8 +172,7 @@ def _transformers(statement: Statement, stated: Rotation | None, model: Any, ref
         yield Finding(engine, "run", None, "not checked", "there is nothing to hold it against")
         return
     try:
-        with quiet_transformers():
-            module = rotary_modules(model)[0] if model is not None else bare_module(live_config(statement.config))
+        module = rotary_modules(model)[0] if model is not None else bare_module(live_config(statement.config))
     except Exception as error:  # whatever transformers raises for a model that it cannot build
         reason = (
             error.message if isinstance(error, LongRopeError) else f"it cannot build the model ({reason_of(error)})"
@@ -182,8 +180,7 @@ def _transformers(statement: Statement, stated: Rotation | None, model: Any, ref
         yield Finding(engine, "run", None, "not checked", reason)
         return
     try:
-        with quiet_transformers():
-            found = measured(module, stated)
+        found = measured(module, stated)
     except LongRopeError as error:
         yield Finding(engine, "run", None, "not checked", error.message)
     except Exception as error:  # whatever the module raises for such a config
