@@ -57,6 +57,8 @@ def test_every_figure_is_drawn(browser, address, options):
         assert box["height"] > 100, name
     assert page.locator("#needles svg").count() == len(METHODS)
     assert page.evaluate("document.documentElement.scrollWidth") <= width, "the page is wider than the screen"
+    # A column of sentences keeps its width; squeezed, its rows fill the screen of a phone.
+    assert page.evaluate("Math.max(...[...document.querySelectorAll('tr')].map(row => row.offsetHeight))") < 250
     # Every mark lies inside its figure, where a pointer meets a mark.
     page.set_viewport_size({"width": width, "height": page.evaluate("document.documentElement.scrollHeight")})
     lost = page.evaluate(

@@ -149,7 +149,8 @@ def test_without_scores_there_is_no_verdict(tmp_path):
         (("right", "right"), '<span class="right">transformers 5: right</span>'),
         (("right", "WRONG"), '<span class="wrong">transformers 5: WRONG</span>'),
         (("FAILED", "right"), '<span class="wrong">transformers 5: FAILED</span>'),
-        (("right", "known limit"), '<span class="open">transformers 5: known limit</span>'),
+        (("right", "known limit"), '<span class="limit">transformers 5: right, with a known limit</span>'),
+        (("not checked",), '<span class="open">transformers 5: not checked</span>'),
     ],
 )
 def test_the_worst_verdict_of_each_engine_is_at_the_top(tmp_path, verdicts, shown):

@@ -146,10 +146,8 @@ def _checked(data: RunData) -> list[tuple[str, str, str]]:
         for finding in findings:
             found.setdefault(finding.engine, []).append(finding)
     worst = [max(findings, key=lambda finding: SEVERITY.index(finding.verdict)) for findings in found.values()]
-    return [
-        (one.engine, one.verdict, "wrong" if one.is_wrong else "right" if one.verdict == "right" else "open")
-        for one in worst
-    ]
+    shown = {"right": ("right", "right"), "known limit": ("right, with a known limit", "limit")}
+    return [(one.engine, *shown.get(one.verdict, (one.verdict, "wrong" if one.is_wrong else "open"))) for one in worst]
 
 
 def _cards(data: RunData, summary: Summary) -> Iterator[tuple[str, str]]:
