@@ -59,7 +59,10 @@ def test_rows_of_different_lengths_on_both_sides(family):
     factors = make_factors(plain, **SIDES)
     backend = recording(switching(family_model(family), factors))
     prompts = [prompt_of(length) for length in (3, ORIGINAL_LENGTH + 9, 20, ORIGINAL_LENGTH + 1, 2 * ORIGINAL_LENGTH)]
+    read: list[int] = []
+    backend.on_read = read.append
     answers = backend._decode(prompts)
+    assert read == [len(prompt.token_ids) for prompt in prompts]
     assert [len(answer) for answer in answers] == [5] * 5
     assert len(backend.steps) == 5
     for row, prompt in enumerate(prompts):

@@ -100,6 +100,32 @@ def test_spans_of_like_length_share_a_forward():
     assert [[lengths[index] for index in batch] for batch in batches] == [[30], [10, 9], [4, 3, 3]]
 
 
+# Progress
+
+
+def test_progress_moves_inside_a_batch_and_ends_once(monkeypatch):
+    class Reading(Echo):
+        def answer(self, prompts):
+            for _ in prompts:
+                self.on_read(900)
+            return super().answer(prompts)
+
+    seen = []
+
+    class Line:
+        def __init__(self, total, label):
+            assert total == 4
+
+        def update(self, done):
+            seen.append(done)
+
+    monkeypatch.setattr("longrope2.evaluation.engine.ProgressLine", Line)
+    samples = [sample(letter, length=1150, index=index) for index, letter in enumerate("abc")]
+    engine(Reading(), batch_tokens=2300).answers(samples, "l")
+    # Two batches, of two prompts and one; what rounds to the whole before the end is not the end.
+    assert seen == [0.9, 1.8, 2.3, 3.2, 4]
+
+
 # The journal
 
 

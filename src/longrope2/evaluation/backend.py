@@ -11,6 +11,7 @@ from torch import Tensor
 
 from longrope2 import models
 from longrope2.attention import our_attention
+from longrope2.console import quiet
 from longrope2.errors import LongRopeError, require
 from longrope2.evaluation.decoding import RowsCache, one_token_each, rows_attention
 from longrope2.evaluation.results import digest
@@ -44,6 +45,7 @@ class TorchBackend:
 
     def __init__(self, model: Any, tokenizer: Any, *, window: int) -> None:
         self.model, self.tokenizer, self.window = model, tokenizer, window
+        self.on_read: Callable[[int], None] = quiet
         self._switch: Switch | None = getattr(model, "longrope2", None)
         declared = model.generation_config.eos_token_id
         declared = declared if isinstance(declared, list) else [declared]
@@ -167,6 +169,7 @@ class TorchBackend:
             self._choose([len(tokens)])
             with cache.filling(row, done):
                 hidden = self._forward(ids[:, piece], positions[:, piece], cache)
+            self.on_read(hidden.shape[1])
             yield hidden
 
     def _forward(self, ids: Tensor, positions: Tensor, cache: RowsCache) -> Tensor:
@@ -286,6 +289,7 @@ class VllmBackend:
                 hint="its own messages above say more; --backend torch does not need it",
             ) from error
 
+        self.on_read: Callable[[int], None] = quiet  # vLLM does not say how far it is
         settings = settings_of(self._llm.llm_engine.vllm_config)
         self.switch_length = settings and settings.switch_length
         """None where all prompts are on one side."""

@@ -34,6 +34,8 @@ class Backend(Protocol):
     """The longest sequence the model is made for."""
     batch_rows: int
     """How many prompts a batch may hold, and how many tokens:"""
+    on_read: Callable[[int], None]
+    """Called with the tokens of each prompt that was read, while a batch goes on."""
 
     def batch_tokens(self) -> int:
         """As many as memory allows."""
@@ -183,7 +185,16 @@ class EvaluationEngine:
         # Counted in thousand tokens: what a sample costs depends on its length.
         total = sum(sizes[index] for batch in todo for index in batch)
         line = ProgressLine(math.ceil(total / 1000), f"{label}: thousand tokens") if self.here.is_main else None
-        done = 0
+        done = read = 0
+
+        def inside(tokens: int) -> None:
+            """A batch of long prompts takes minutes; the line moves with each piece of one that was read."""
+            nonlocal read
+            read += tokens
+            if line is not None:
+                line.update(min(done + read, total - 1) / 1000)
+
+        self.backend.on_read = inside
         for begin in range(0, len(todo), self.here.size):
             turn = todo[begin : begin + self.here.size]
             mine = compute(turn[self.here.rank]) if self.here.rank < len(turn) else []
@@ -195,7 +206,8 @@ class EvaluationEngine:
                         keep(index, value)
             self._journal.sync()
             if line is not None:
-                line.update(math.ceil(done / 1000))
+                line.update(done / 1000 if done < total else math.ceil(total / 1000))
+            read = 0
 
 
 def plan_answers(samples: Sequence[Sample], batch_tokens: int, batch_rows: int) -> list[list[int]]:
