@@ -179,6 +179,7 @@ class TestFolders:
         info = describe(tmp_path)
         assert info.reading.family == "qwen3"
         assert info.revision.startswith("sha256:")
+        (tmp_path / "tokenizer.json").write_text("{}")
         with pytest.raises(ModelError, match=r"no \*.safetensors weights"):
             load(info)
 
@@ -263,10 +264,17 @@ class TestFolders:
             assert caught.value.hint == "check its permissions"
 
     def test_a_tokenizer_that_is_not_there(self, llama_folder, tmp_path):
-        shutil.copy(llama_folder / "config.json", tmp_path)
+        for name in ("config.json", "model.safetensors"):
+            shutil.copy(llama_folder / name, tmp_path)
         with pytest.raises(ModelError, match="its tokenizer cannot be loaded") as caught:
             load_tokenizer(describe(tmp_path))
         assert "copy them from the base model" in caught.value.hint
+
+    def test_a_folder_with_only_a_config(self, llama_folder, tmp_path):
+        shutil.copy(llama_folder / "config.json", tmp_path)
+        for work in (lambda: load_tokenizer(describe(tmp_path)), lambda: load(tmp_path)):
+            with pytest.raises(ModelError, match=r": only a config\.json, without weights and tokenizer"):
+                work()
 
     def test_a_damaged_tokenizer(self, llama_folder, tmp_path):
         folder = shutil.copytree(llama_folder, tmp_path / "m")

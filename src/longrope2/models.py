@@ -207,6 +207,7 @@ def load_tokenizer(info: ModelInfo) -> Any:
     from transformers import AutoTokenizer
 
     source, options = pretrained_source(info)
+    _refuse_config_alone(Path(source))
     hint = "tokenizer.json and tokenizer_config.json belong beside config.json; copy them from the base model"
     with config_errors(info.name, "its tokenizer cannot be loaded", hint=hint):
         return AutoTokenizer.from_pretrained(source, **options)
@@ -481,9 +482,19 @@ def _require_safetensors(name: str, folder: Path, wanted: int) -> None:
             f"{folder}: only pickled weights (.bin, .pt), which can run code when loaded",
             hint="convert them to safetensors with a tool you trust, in an environment you trust",
         )
+    _refuse_config_alone(folder)
     raise ModelError(
         f"{folder}: no *.safetensors weights there", hint="copy or download them into the folder of config.json"
     )
+
+
+def _refuse_config_alone(folder: Path) -> None:
+    """Report a folder with a config and nothing else, whichever of a model's files is looked for first."""
+    if folder.is_dir() and {file.name for file in folder.iterdir()} <= {"config.json", "generation_config.json"}:
+        raise ModelError(
+            f"{folder}: only a config.json, without weights and tokenizer",
+            hint="copy or download the model's other files into that folder: *.safetensors, tokenizer.json, …",
+        )
 
 
 def _digest(content: bytes) -> str:
