@@ -193,6 +193,8 @@ weight = 2
 up_to = "8 z"
 [export]
 formats = ["onnx"]
+[verify]
+engines = ["transformers", "vlm=/opt/vllm/bin/python"]
 """
 
 
@@ -258,6 +260,7 @@ def test_everything_that_is_wrong_is_named(tmp_path):
         "source 1: path is missing",
         'bucket 1: up_to must be a length such as "32k", got "8 z"',
         'export: formats must be a list in brackets, each "huggingface" or "gguf", got ["onnx"]',
+        "verify: engine 'vlm' is not known (choose from transformers, ",
         "method 'yarm' is not known",
         "train: batch_rows must be at least 1, got 0",
         "recall: lengths must be at least 64, got [32]",

@@ -76,6 +76,12 @@ class VerifyConfig:
     )
 
 
+def unknown_engine(asked: str) -> str | None:
+    """What to say of NAME or NAME=PYTHON if `verify` does not know that engine."""
+    name = asked.partition("=")[0]
+    return None if name in verifiable() else f"engine {name!r} is not known (choose from {', '.join(verifiable())})"
+
+
 def fitting_profile(factors: RescaleFactors, *, trained: bool) -> Profile:
     """The profile that plain transformers runs rightly; raises where a model was trained for what it cannot run."""
     short, long = factors.short_attention_factor, factors.long_attention_factor

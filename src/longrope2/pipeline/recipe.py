@@ -13,7 +13,7 @@ from longrope2.console import say
 from longrope2.data.config import Bucket, PlanConfig, RecallConfig, Source, beside, chained_buckets
 from longrope2.errors import LongRopeError, all_problems
 from longrope2.evaluation.config import EvaluationConfig
-from longrope2.export.config import ExportTable, VerifyConfig
+from longrope2.export.config import ExportTable, VerifyConfig, unknown_engine
 from longrope2.methods import METHODS
 from longrope2.models import TINY
 from longrope2.options import (
@@ -266,6 +266,10 @@ def _problems(values: Table, *, limits: bool) -> list[str]:
     if conforms(plain(methods), known["methods"].hint):
         found += [f"method {name!r} is not known" for name in methods if name not in CLOSED_FORMS]
         found += [f"method {name!r} is named twice" for name in sorted(set(methods)) if methods.count(name) > 1]
+    verify = values.get("verify")
+    engines = verify.get("engines", ()) if isinstance(verify, dict) else ()
+    if limits and conforms(plain(engines), tables["verify"]["engines"].hint):
+        found += [f"verify: {problem}" for problem in map(unknown_engine, engines) if problem]
     return found
 
 

@@ -19,7 +19,7 @@ from longrope2.distributed import World
 from longrope2.errors import LongRopeError, all_problems, require
 from longrope2.evaluation.config import EvaluationConfig, lengths_for
 from longrope2.evaluation.evaluate import check_suites, run_evaluation
-from longrope2.export.config import ExportTable, VerifyConfig, fitting_profile, profiled
+from longrope2.export.config import ExportTable, VerifyConfig, fitting_profile, profiled, unknown_engine
 from longrope2.export.engines import Format, verifiable
 from longrope2.export.export import export
 from longrope2.export.gguf import WRITTEN_AS, check_architecture
@@ -459,11 +459,12 @@ def _exported(
 def _check_verify(setting: Setting) -> Iterator[str]:
     formats = ExportTable(**setting.recipe.export).formats
     for text in VerifyConfig(**setting.recipe.verify).engines:
+        if unknown := unknown_engine(text):
+            yield unknown
+            continue
         name, _, python = text.partition("=")
-        engine = verifiable().get(name)
-        if engine is None:
-            yield f"engine {name!r} is not known (choose from {', '.join(verifiable())})"
-        elif engine.format not in formats:
+        engine = verifiable()[name]
+        if engine.format not in formats:
             yield f"{name} runs the format {engine.format}, and [export] formats has {', '.join(formats)}"
         elif python and shutil.which(python) is None:
             yield f"{name}={python}: no such program"
