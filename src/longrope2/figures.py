@@ -244,7 +244,7 @@ def draw_inspection(result: "Inspection", path: Path | None) -> Drawing:
             marks = [(dimension, "d_rcd"), *marks] if dimension is not None else marks
         _draw_factors(drawing, right, {n: result.methods[n] for n in shown}, result.extension_ratio, marks)
         right.set_title(f"factors for {result.original_length:,} → {result.target_length:,} tokens")
-        right.legend(loc="lower right", **ON_LINES)
+        right.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))  # inside, it would hide lines of small ratios
     return drawing
 
 
