@@ -1,4 +1,4 @@
-"""`import longrope2`: eleven names at most, each typed and documented, and the commands as functions."""
+"""`import longrope2`: eleven names, each typed and documented, and the commands as functions."""
 
 import inspect
 import json
@@ -14,7 +14,7 @@ from longrope2.models import ASSETS, describe, rescale_model
 
 
 def test_eleven_names_typed_and_documented():
-    assert len(longrope2.__all__) <= 11
+    assert len(longrope2.__all__) == 11
     assert set(longrope2.__all__) <= set(dir(longrope2))
     for name in longrope2.__all__:
         value = getattr(longrope2, name)
@@ -26,7 +26,10 @@ def test_eleven_names_typed_and_documented():
 
 
 def test_the_reference_names_all():
-    page = (Path(__file__).parent.parent / "docs" / "reference.md").read_text()
+    root = Path(__file__).parent.parent
+    page = (root / "docs" / "reference.md").read_text()
+    assert "There are eleven names" in page
+    assert "all eleven public names" in (root / "README.md").read_text()
     assert [name for name in longrope2.__all__ if f"`{name}" not in page] == []
 
 

@@ -19,7 +19,9 @@ class CalibrationConfig:
 
     lengths: tuple[Length, ...] | None = option(None, "E.g. 2k,4k,6k,8k,10k; default: 1/4 to 2 windows.")
     """The original window is always among them."""
-    documents: int = option(20, "Needle documents at each length.", least=2, most=MOST_NEEDLES)
+    documents: int = option(
+        20, "Needle documents at each length; 5 or more, one for each depth.", least=2, most=MOST_NEEDLES
+    )
     """Depths are taken in turn."""
     depths: tuple[float, ...] = option((0.0, 0.25, 0.5, 0.75, 1.0), "Positions of the needles.", command=False)
     books: str | None = option(None, "Folder, file or hub dataset; default: the package's books.", metavar="SOURCE")
