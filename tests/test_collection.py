@@ -32,7 +32,7 @@ def numbers(value):
 def test_entries_for_a_rope_are_found_by_it_alone():
     rope = RopeSpec(rotary_dim=64, theta=100_000.0, original_length=8192)
     assert fitting_names(rope, 32768) == [
-        "smollm2-135m-32k-paper", "smollm2-135m-32k-trained", "smollm2-135m-32k-wide"
+        "smollm2-135m-32k-trained", "smollm2-135m-32k-paper", "smollm2-135m-32k-wide"
     ]  # fmt: skip
     assert fitting_names(rope, 20000) == fitting_names(replace(rope, theta=10_000.0), 32768) == []
 

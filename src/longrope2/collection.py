@@ -108,10 +108,15 @@ def collection_table(entries: Sequence[CollectedFactors]) -> Table:
 
 
 def fitting_names(rope: RopeSpec, target_length: int) -> list[str]:
-    """The entries that any model with this RoPE can take to this window."""
-    return [
-        each.name for each in collection() if not each.mismatches(rope) and each.factors.target_length == target_length
+    """The entries that any model with this RoPE can take to this window.
+
+    Those with one temperature come first: with them every engine gives the original answers to short prompts.
+    """
+    fitting = [
+        each for each in collection() if not each.mismatches(rope) and each.factors.target_length == target_length
     ]
+    fitting.sort(key=lambda each: each.factors.short_attention_factor != each.factors.long_attention_factor)
+    return [each.name for each in fitting]
 
 
 def take_collected(
