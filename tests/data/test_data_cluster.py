@@ -96,10 +96,12 @@ def test_ray_survives_kills_of_workers_and_driver(tmp_path, texts, ray):
     os.kill(job.pid, signal.SIGKILL)
     job.communicate()
     assert set(content(output)) != set(content(tmp_path / "whole"))
+    before = {path: path.stat().st_mtime_ns for path in output.glob("0*.json")}
     again = started(command(source, output), RAY_ADDRESS=address)
     _, error = again.communicate()
     assert again.returncode == 0, error
     assert "shards are there" in error
+    assert {path: path.stat().st_mtime_ns for path in before} == before  # nothing is made twice
     assert content(output) == content(tmp_path / "whole")
 
 
