@@ -1,6 +1,7 @@
 """The commands that use vLLM, with the plugin in the same environment: verify and evaluate."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -47,6 +48,26 @@ def test_verify(exported, length):
     }  # fmt: skip
     assert all("with longrope2" in finding["engine"] for finding in by_mode.values())
     assert max(finding["max_error"] for finding in by_mode.values()) < 1e-3
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "yarn", "attention_factor": 0.9},
+        {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    ],
+    ids=["yarn", "llama3"],
+)
+def test_verify_of_what_others_extended(scaling, exported, tmp_path):
+    """vLLM rotates these by itself, with one RoPE at every length."""
+    folder = shutil.copytree(exported, tmp_path / "other", ignore=shutil.ignore_patterns("factors.json"))
+    config = json.loads((folder / "config.json").read_text())
+    parameters = {"rope_theta": config["rope_theta"], "factor": 4.0, "original_max_position_embeddings": 256, **scaling}
+    config |= {"rope_parameters": parameters, "rope_scaling": None}
+    (folder / "config.json").write_text(json.dumps(config))
+    found = json.loads(run("verify", folder, "--engine", f"vllm={sys.executable}", "--json"))
+    verdicts = {finding["mode"]: finding["verdict"] for finding in found if finding["engine"].startswith("vllm")}
+    assert verdicts == dict.fromkeys(("short", "short, long factors", "long"), "right"), found
 
 
 def test_evaluate(exported, tmp_path, monkeypatch):
