@@ -355,3 +355,11 @@ def test_config_problems_and_schedule():
     ]
     paper = TrainConfig(steps=1).resolved()
     assert (paper.batch_rows, paper.learning_rate, paper.weight_decay, paper.gradient_clip) == (64, 2e-5, 0.1, 1.0)
+
+
+def test_progress_moves_with_each_row_of_a_step(tmp_path):
+    """A step of many long rows takes minutes."""
+    model, heard = family_model("llama"), []
+    config = TrainConfig(steps=2, batch_rows=3).resolved()
+    train_loop(model, make_factors(model), row, config, tmp_path, ALONE, within=heard.append)
+    assert heard == [0.25, 0.5, 0.75, 1.25, 1.5, 1.75]

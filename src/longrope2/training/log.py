@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 LOG = "log.jsonl"
 RECORD = "training.json"
+LOG_SECONDS = 15.0
+"""Between two lines of progress in a file."""
 LogLine = StepLine | NeedleLine
 
 
@@ -112,11 +114,15 @@ class StepReporter:
         self._first = step
         self._log.open_after(step)
         self._tracking.begin(step + 1)
-        self._line = ProgressLine(max(self._config.steps - step, 1), "train")
+        self._line, self._text = ProgressLine(max(self._config.steps - step, 1), "train", log_every=LOG_SECONDS), ""
         if self._device.type == "cuda":
             import torch
 
             torch.cuda.reset_peak_memory_stats(self._device)  # a search before it may have taken more
+
+    def within(self, steps: float) -> None:
+        """So many steps are done, the last in part: one of many long rows takes minutes."""
+        self._line.update(steps - self._first, self._text)
 
     def step(self, result: "StepResult") -> None:
         """A step is done."""
@@ -141,7 +147,8 @@ class StepReporter:
             memory_gib=memory,
         )
         self._write(line, {f"train/{name}": value for name, value in as_json(line).items() if name != "step"})
-        self._line.update(result.step - self._first, _sentence(line))
+        self._text = _sentence(line)
+        self._line.update(result.step - self._first, self._text)
 
     def needles(self, line: NeedleLine) -> None:
         """Needles were tried after a step."""

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from longrope2.console import say
+from longrope2.console import quiet, say
 from longrope2.data.corpus import Corpus
 from longrope2.data.loader import IGNORED_LABEL, Row, RowLoader, order_of_rows
 from longrope2.data.plan import Plan
@@ -131,10 +131,11 @@ def train_loop(
     device: torch.device | None = None,
     kind_of: Callable[[int], str] | None = None,
     name_row: Callable[[int], str] = "row {} of the run".format,
-    prepare: Callable[[range], None] = lambda _: None,
-    started: Callable[[int], None] = lambda _: None,
-    report: Callable[[StepResult], None] = lambda _: None,
-    evaluate: Callable[[MixedWindowModel, int], None] = lambda *_: None,
+    prepare: Callable[[range], None] = quiet,
+    started: Callable[[int], None] = quiet,
+    within: Callable[[float], None] = quiet,
+    report: Callable[[StepResult], None] = quiet,
+    evaluate: Callable[[MixedWindowModel, int], None] = quiet,
 ) -> list[StepResult]:
     """Train `model` in place; `rows(i)` is the i-th row of the run, as a batch of one.
 
@@ -143,9 +144,10 @@ def train_loop(
 
     It is trained on `device`, by default where it is; that the factors take effect must have been proved before. A row
     is of the kind its RoPE says, unless `kind_of` knows better; `name_row` names it in errors. `prepare` hears which
-    rows the next step will ask for. `started` hears after how many steps the run goes on. `evaluate` may use the model
-    between steps, all processes at once; it is called before the first step and after each one, before that step's
-    checkpoint. Ctrl-C lets the step under way end and saves a checkpoint.
+    rows the next step will ask for. `started` hears after how many steps the run goes on, and `within`, after each row,
+    how many steps are done, with a part of the one under way. `evaluate` may use the model between steps, all
+    processes at once; it is called before the first step and after each one, before that step's checkpoint. Ctrl-C
+    lets the step under way end and saves a checkpoint.
     """
     device = device or next(model.parameters()).device
     train, versions = config.to_json()["train"], package_versions("torch", "transformers")
@@ -186,7 +188,7 @@ def train_loop(
                 batches = [own_part(rows(n), here).to(device) for n in numbers]
                 prepare(own_rows(config, step + 1, here))
                 kinds = [kind_of(n) for n in numbers] if kind_of else None
-                result = train_step(mixed, optimizer, batches, config, step, here, kinds=kinds)
+                result = train_step(mixed, optimizer, batches, config, step, here, kinds=kinds, within=within)
                 if not math.isfinite(result.loss) or not math.isfinite(result.gradient_norm):
                     checkpoints.finish()
                     raise _not_finite(result, config, name_row)
@@ -221,6 +223,7 @@ def train_step(
     here: World,
     *,
     kinds: Sequence[str] | None = None,
+    within: Callable[[float], None] = quiet,
 ) -> StepResult:
     """One update from this process's rows; the loss is the mean over the labels of all processes."""
     started = time.perf_counter()
@@ -232,12 +235,13 @@ def train_step(
     counts = _by_kind(entry for entries, _ in everyone for entry in entries)
     count = sum(counts.values())
     losses = []
-    for batch in batches:
+    for done, batch in enumerate(batches, start=1):
         with mixed.rows_of(batch):
             loss = mixed(batch)
             # Sharded gradients are averaged over processes; their sum is wanted.
             (loss * here.num_processes / count).backward()
         losses.append(loss.detach())
+        within(step + done / (len(batches) + 1))  # the update is the last part
     norm = clip(mixed.parameters(), optimizer, config.gradient_clip)
     if math.isfinite(norm):
         optimizer.step()

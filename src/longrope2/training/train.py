@@ -476,7 +476,7 @@ def _trained(run: TrainingRun, output: Path, here: World, reporter: StepReporter
     rows = PlanRows(run.plan, run.corpora, seed=config.seed, long_row_mask=config.long_row_mask, draw=draw)
     hooks: dict[str, Any] = {}
     if reporter is not None:
-        hooks = {"started": reporter.started, "report": reporter.step}
+        hooks = {"started": reporter.started, "within": reporter.within, "report": reporter.step}
     if run.needles:
         note = reporter.needles if reporter is not None else quiet
         hooks["evaluate"] = Retrieval(run.factors, run.needles, here, every=config.evaluate_every, note=note)
