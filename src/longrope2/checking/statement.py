@@ -1,5 +1,6 @@
 """What a config.json states of its RoPE, in whichever keys, and what is wrong with it whatever engine reads it."""
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -364,14 +365,14 @@ def _plain_theta(bare: Mapping[str, Any], plain: Any) -> float:
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Without what transformers logs of odd keys: the findings say it."""
-    from transformers.utils import logging  # its own, since the first use of it sets the level
+    from transformers.utils import logging as library  # whose first use sets the level
 
-    level = logging.get_verbosity()
-    logging.set_verbosity(logging.CRITICAL)
+    level = library.get_verbosity()
+    library.set_verbosity(logging.CRITICAL)
     try:
         yield
     finally:
-        logging.set_verbosity(level)
+        library.set_verbosity(level)
 
 
 def reason_of(error: BaseException) -> str:

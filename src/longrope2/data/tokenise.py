@@ -582,8 +582,8 @@ def _samples(source: InputSource, total: int) -> Iterator[tuple[float, list[Port
         # A sample that ends early holds short documents, and one of long documents goes on to their end: pooled, each
         # counts by what it read. Not those of several files, since a large one is chosen more often already.
         for _, same in groupby(zip(places.tolist(), times.tolist(), strict=True), like):
-            chosen, count = zip(*same, strict=True)
-            yield sum(count) * ends[-1] / SAMPLES, [others[place] for place in chosen]
+            pooled = list(same)
+            yield sum(count for _, count in pooled) * ends[-1] / SAMPLES, [others[place] for place, _ in pooled]
 
 
 def summary_tables(sources: Sequence[SourceSummary]) -> tuple[Table, Table]:
