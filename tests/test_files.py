@@ -214,7 +214,7 @@ def test_files_where_folders_are_meant_and_the_other_way_round(tmp_path, victim)
 
 
 def test_links_at_the_place_itself(tmp_path, victim):
-    """A file takes a link's place, so that nothing is written elsewhere; of a folder's link, the folder is replaced."""
+    """What is written takes a link's place, so that nothing is written or removed elsewhere."""
     (tmp_path / "file").symlink_to(victim / "thesis.txt")
     os.link(victim / "thesis.txt", tmp_path / "hard")
     (tmp_path / "dangling").symlink_to(victim / "new.txt")
@@ -222,10 +222,22 @@ def test_links_at_the_place_itself(tmp_path, victim):
         write_text(tmp_path / name, "new")
         assert (tmp_path / name).read_text() == "new"
     assert untouched(victim)
-    (tmp_path / "folder").symlink_to(tmp_path / "elsewhere")
-    write_folder(tmp_path / "folder")
-    assert (tmp_path / "folder").is_symlink()
-    assert (tmp_path / "elsewhere" / "config.json").exists()
+    for name, target in (("folder", victim), ("nowhere", tmp_path / "new"), ("circle", tmp_path / "circle")):
+        (tmp_path / name).symlink_to(target)
+        write_folder(tmp_path / name)
+        assert not (tmp_path / name).is_symlink()
+        assert (tmp_path / name / "config.json").exists()
+    assert untouched(victim)
+    assert not (tmp_path / "new").exists()
+
+
+def test_an_export_goes_through_a_link_that_the_user_named(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    factors = rescale("yarn", describe("tiny").rope, 1024)
+    for force in (False, True):
+        export_model("tiny", tmp_path / "link", factors=factors, force=force)
+        assert (tmp_path / "link").is_symlink()
+        assert (tmp_path / "elsewhere" / "config.json").exists()
 
 
 def test_nobody_else_may_enter_while_a_file_is_written_and_all_may_read_it_then(tmp_path):

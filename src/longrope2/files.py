@@ -59,9 +59,8 @@ def atomic_path(path: Path, *, refusal: str = "") -> Iterator[Path]:
 def atomic_folder(folder: Path) -> Iterator[Path]:
     """Yield a new folder; it takes the final name, and the old one goes, only if the block succeeds.
 
-    A link stays one: what it points to is replaced.
+    Of a link only the link goes: what it points to may be anything.
     """
-    folder = Path(os.path.realpath(folder))  # where resolve raises an error of its own for links in a circle
     with _under_way(folder, "another process is writing it", is_folder=True) as place:
         temporary = place / NEW
         temporary.mkdir()
@@ -70,7 +69,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
             if file.is_file():
                 _settle(file)
         with _writing(folder):
-            if folder.exists():
+            if os.path.lexists(folder):
                 folder.rename(place / OLD)
             temporary.rename(folder)
 

@@ -153,6 +153,19 @@ def test_old_checkpoints_go(tmp_path):
     assert record["config"]["batch_rows"] == 2
 
 
+def test_links_in_the_place_of_checkpoints_lead_to_nothing_that_goes(tmp_path):
+    thesis = tmp_path / "victim" / "thesis.txt"
+    thesis.parent.mkdir()
+    thesis.write_text("mine")
+    (tmp_path / "checkpoints").mkdir()
+    for step in (1, 4):  # an old one, and one that is about to be written
+        (tmp_path / "checkpoints" / f"step-0000000{step}").symlink_to(thesis.parent)
+    run(tmp_path, steps=4, keep=1)
+    assert list(thesis.parent.iterdir()) == [thesis]
+    assert checkpoints(tmp_path) == ["step-00000001", "step-00000004"]
+    assert not (tmp_path / "checkpoints" / "step-00000004").is_symlink()
+
+
 def test_what_a_kill_left_of_an_old_checkpoint_goes(tmp_path):
     run(tmp_path, keep=2)
     old = shutil.copytree(tmp_path / "checkpoints" / "step-00000004", tmp_path / "checkpoints" / "step-00000002")

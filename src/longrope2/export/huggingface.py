@@ -62,7 +62,9 @@ def write_folder(
 ) -> None:
     """Write the export; `change` is applied to every tensor on its way to its own of `dtypes`, `dtype` being most."""
     sizes = {name: tensor.num_values * dtypes[name].itemsize for name, tensor in source.tensors.items()}
-    check_room(Path(os.path.realpath(output)), sum(sizes.values()))
+    # A link that the user named stays one. Not `resolve`, which raises an error of its own for links in a circle.
+    output = Path(os.path.realpath(output))
+    check_room(output, sum(sizes.values()))
     with atomic_folder(output) as folder:
         write_json(folder / "config.json", serving_config(source.config, factors, dtype=dtype))
         factors.save(folder / FACTORS_FILE)

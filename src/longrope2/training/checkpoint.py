@@ -119,7 +119,8 @@ class Checkpoints:
     def _remove_old(self, newest: int) -> None:
         # Later ones were passed over as damaged; they must not count, or good ones would go in their place.
         for old in [step for step in self._steps() if step <= newest][: -self._keep]:
-            shutil.rmtree(self._folder / step_name(old))
+            if not (self._folder / step_name(old)).is_symlink():  # what it points to may be anything
+                shutil.rmtree(self._folder / step_name(old))
 
     def _steps(self) -> list[int]:
         if not self._folder.is_dir():
