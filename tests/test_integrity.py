@@ -123,4 +123,9 @@ def test_published_values_have_names_for_paths():
     here = str(Path.cwd())
     values = {"model": f"{here}/base", "books": "owner/name:train", "lengths": (1, 2), "text": "a / b", "root": "/"}
     assert public(values) == {**values, "model": "base", "lengths": [1, 2]}
+    for path in ("../alice/base", "runs/../../alice/base", "~/alice/base", "file:///home/alice/base"):
+        assert public(path) == "base"
+    for kept in ("runs/base", "./base", "..", "not ../this", "a..b/c", "s3://bucket/base@2", "hf://datasets/a/b@c/d"):
+        assert public(kept) == kept
+    assert public("s3://KEY:SECRET@bucket/base") == "s3://bucket/base"
     assert file_digest(Path(__file__)).startswith("xxh3:")

@@ -298,10 +298,17 @@ def unsealed(line: bytes) -> bytes:
     return text
 
 
+_OUTSIDE = re.compile(r"(file:)?[/~].*|(.*/)?\.\.(/.*)?")
+_LOGIN = re.compile(r"(?<=://)[^/?@\s]*@")
+
+
 def public(value: Any) -> Any:
-    """Plain values without the folders of this machine: of an absolute path the last part is left."""
+    """Plain values without the folders of this machine and the passwords of stores.
+
+    Of a path that is absolute, or leads out of the working folder, the last part is left.
+    """
     if isinstance(value, str):
-        return Path(value).name if value.startswith(("/", "~")) and "\n" not in value and Path(value).name else value
+        return Path(value).name or value if _OUTSIDE.fullmatch(value) else _LOGIN.sub("", value)
     if isinstance(value, dict):
         return {key: public(item) for key, item in value.items()}
     return [public(item) for item in value] if isinstance(value, list | tuple) else value

@@ -23,7 +23,7 @@ from longrope2.console import ProgressLine, say
 from longrope2.data.config import Source
 from longrope2.data.sources import content_bytes, content_identity, pinned, read_documents
 from longrope2.errors import DataError, counted, require
-from longrope2.files import atomic_path, package_versions
+from longrope2.files import atomic_path, package_versions, public
 from longrope2.records import CorpusRecord, Marks
 
 if TYPE_CHECKING:
@@ -332,7 +332,7 @@ def writing_tokens(path: Path) -> Iterator[Callable[[Sequence[Book], Sequence[To
         columns = [
             arrow.ListArray.from_arrays(arrow.array(offsets), arrow.array(values)),
             arrow.array([book.title for book in books], arrow.string()),
-            arrow.array([book.source for book in books], arrow.string()),
+            arrow.array(public([book.source for book in books]), arrow.string()),
         ]
         writer.write_batch(arrow.record_batch(columns, schema=schema))
 

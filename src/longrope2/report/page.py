@@ -71,7 +71,7 @@ def page(
         lstrip_blocks=True,
     )
     return templates.get_template("page.html.j2").render(
-        title=f"{_public(data.book.model)}: {summary.title.rpartition(', ')[2]}",
+        title=f"{public(data.book.model)}: {summary.title.rpartition(', ')[2]}",
         state=_state(data),
         verdict=_verdict(data, summary),
         checked=_checked(data),
@@ -91,11 +91,6 @@ def page(
         light=figures.LIGHT,
         dark=figures.DARK,
     )  # fmt: skip
-
-
-def _public(model: str) -> str:
-    """A model's name without the folders of this machine."""
-    return Path(model).name if Path(model).is_absolute() or model.startswith(".") else model
 
 
 def _state(data: RunData) -> str:
@@ -227,7 +222,7 @@ def _facts(data: RunData) -> dict[str, str]:
         "train": data.training and data.training.config.get("train", {}).get("seed"),
     }
     facts = {
-        "model": _public(data.book.model),
+        "model": public(data.book.model),
         "revision": data.book.revision,
         "weights": data.search.weights if data.search else None,
         "versions": json.dumps(data.book.versions),

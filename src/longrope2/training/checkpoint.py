@@ -6,6 +6,7 @@ so one with the right name is complete; a damaged one (a disk that lies, a copy 
 checksums and passed over for the one before it.
 """
 
+import pickle
 import re
 import shutil
 from collections.abc import Iterator
@@ -32,6 +33,8 @@ from longrope2.records import CheckpointRecord, RecordError
 FOLDER = "checkpoints"
 NAME = re.compile(r"step-(\d{8})")
 RECORD = "checkpoint.json"
+INDEX = ".metadata"
+"""DCP's own file: what lies where in the shards."""
 
 
 class Checkpoints:
@@ -87,6 +90,7 @@ class Checkpoints:
             shards.result()
             if not self._here.is_main:  # the main process's shards are done when everybody's are
                 return
+            _forget_place(temporary)
             replace(record, files=_checksums(temporary)).save(temporary / RECORD)
         self._remove_old(record.step)
 
@@ -154,6 +158,13 @@ def _cause(error: BaseException) -> str:
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__context__
     return str(cause or error).partition("\n")[0]
+
+
+def _forget_place(folder: Path) -> None:
+    """Take the folders of this machine out of DCP's index, which are not needed to load it."""
+    index = pickle.loads((folder / INDEX).read_bytes())  # noqa: S301 - just written here
+    index.storage_meta = None
+    (folder / INDEX).write_bytes(pickle.dumps(index))
 
 
 def _checksums(folder: Path) -> dict[str, str]:
