@@ -488,6 +488,13 @@ def test_a_damaged_dataset_is_refused(tmp_path, texts, damage):
         documents(tmp_path / "out")
 
 
+@pytest.mark.parametrize("content", [b"/data/\0", b"/data/\xff"])
+def test_a_damaged_note_of_where_a_dataset_lies_is_refused(tmp_path, content):
+    (tmp_path / "key.dataset").write_bytes(content)
+    with pytest.raises(DataError, match=r"key\.dataset: damaged\nhint: plan again"):
+        dataset_module.reopen("key", tmp_path)
+
+
 def test_sources_that_cannot_be_are_named_together(tmp_path, texts):
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"(?s)2 problems.*nowhere.*none of 0 files"):

@@ -176,7 +176,13 @@ def reopen(key: str, cache: Path | None = None) -> Corpus:
     pointer = _pointer(key, cache)
     if not pointer.is_file():
         return open_corpus(key, cache)
-    dataset = open_dataset(pointer.read_text(encoding="utf-8"), cache)
+    try:
+        place = pointer.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        place = "\0"
+    if "\0" in place:  # no path has it
+        raise DataError(f"{pointer}: damaged", hint="plan again")
+    dataset = open_dataset(place, cache)
     if dataset.key != key:
         raise DataError(f"{dataset.folder.place}: no longer the dataset of the plan", hint="plan again")
     return dataset
