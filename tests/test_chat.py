@@ -16,6 +16,7 @@ from longrope2.models import load_tokenizer
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth"),
         ("{{ raise_exception('x' * 10**6) }}", "x{400}"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ '\\ud800' }}", "surrogates not allowed"),
         (
             "{% set n = 99999 %}{% for i in range(n) %}{% for j in range(n) %}{% endfor %}{% endfor %}",
             "no end after 1 s",

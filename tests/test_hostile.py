@@ -2,8 +2,10 @@
 
 import gzip
 import json
+import os
 import shutil
 import struct
+import tomllib
 import tracemalloc
 from contextlib import suppress
 from pathlib import Path
@@ -26,10 +28,12 @@ from longrope2.export.gguf import GGUFExport
 from longrope2.export.weights import SourceModel
 from longrope2.factors import RescaleFactors
 from longrope2.families import live_config, read_config
-from longrope2.files import parse_json, read_json
+from longrope2.files import parse_json, parse_toml, read_json
+from longrope2.generation import generate
 from longrope2.methods import rescale
 from longrope2.models import ASSETS, load, load_tokenizer
 from longrope2.pipeline.recipe import read_recipe
+from longrope2.records import Manifest, RecordError
 from longrope2.search.journal import Journal
 
 FACTORS = rescale("yarn", describe("tiny").rope, 512)
@@ -192,6 +196,42 @@ def test_json_that_is_only_unusual_is_read(tmp_path, monkeypatch):
     (tmp_path / "f.json").write_text('"1234567"')
     with pytest.raises(ValueError, match="9 bytes, at most 8 expected"):
         read_json(tmp_path / "f.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (".".join(["a"] * 50_000) + " = 1", "a key of more than 100 parts"),
+        ("x = {" + " . ".join(['"a b"'] * 50_000) + " = 1}", "a key of more than 100 parts"),
+        ("[" + ".".join(["'a'"] * 50_000) + "]", "a key of more than 100 parts"),
+        ("x = " + "[" * 10_000, "nested too deep"),
+        ("x = " + "9" * 5000, "digits"),
+        ("x = 0x" + "f" * 1_000_000 + "\"" * 100_000, "Expected newline"),
+    ],
+)
+def test_hostile_toml_is_a_value_error_soon(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_toml(text)
+
+
+def test_toml_that_is_only_unusual_is_read():
+    text = f"# {'.' * 300}\n{'.'.join(['a'] * 100)} = 1.5\nb = '{'so. ' * 90}'\nc = [{'1.5, ' * 300}]\n"
+    assert parse_toml(text) == tomllib.loads(text)
+
+
+def test_pipes_in_the_place_of_files_are_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "manifest.json")
+    with pytest.raises(ValueError, match="not a regular file"):
+        read_json(tmp_path / "manifest.json")
+    with pytest.raises(RecordError, match="not a regular file"):
+        Manifest.load(tmp_path / "manifest.json")
+
+
+@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="no such device")
+def test_a_prompt_has_an_end(monkeypatch):
+    monkeypatch.setattr(generate, "MOST_BYTES", 1000)
+    with pytest.raises(DataError, match="/dev/zero: more than 1,000 bytes"):
+        generate._decoded(Path("/dev/zero"))
 
 
 @settings(max_examples=200)

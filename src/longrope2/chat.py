@@ -92,6 +92,7 @@ def serve() -> None:
         try:
             chats: Any = render_jinja_template(**options)
             answer = {"text": chats[0][0]}
+            answer["text"].encode()  # half a character is no text, which tokenizers do not expect
             if (size := len(answer["text"])) > GROWTH * len(job) + FRAME:
                 answer = {"error": f"a text of {size:,} characters from {len(job):,}"}
         except MemoryError:

@@ -13,6 +13,7 @@ import stat
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import metadata
@@ -37,6 +38,7 @@ _PLAIN_LIST = re.compile(r"\[\n\s*([^\[\]{}]*?)\n\s*\]")
 _BREAK = re.compile(r"\n\s*")
 MOST_BYTES, MOST_LEVELS = 1 << 28, 100
 """Of a JSON file, or of a line of JSON: more is not read."""
+_LONG_KEY = re.compile(rf"""(?<![\w-])((?:"[^"\n]*+"|'[^'\n]*+'|[\w-]++)[ \t]*+\.[ \t]*+){{{MOST_LEVELS}}}""")
 _LARGE, _SURROGATE = re.compile(r"\d{19}|[eE]\+?\d{3}"), re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -324,9 +326,29 @@ def write_json(path: Path, value: Any) -> None:
 
 def read_json(path: Path, *, lenient: bool = False) -> Any:
     """The content of a JSON file; OSError where it cannot be read, ValueError as `parse_json`."""
-    if (size := path.stat().st_size) > MOST_BYTES:
-        raise ValueError(f"{size:,} bytes, at most {MOST_BYTES:,} expected")
-    return parse_json(path.read_bytes(), lenient=lenient)
+    return parse_json(read_bounded(path), lenient=lenient)
+
+
+def read_bounded(path: Path, *, first_line: bool = False) -> bytes:
+    """A file, or its first line; OSError where it cannot be read, ValueError for a pipe, a device or too many bytes."""
+    status = path.stat()
+    # Opening a pipe would wait for its other end; a folder raises an OSError below.
+    if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+        raise ValueError("not a regular file")
+    if status.st_size > MOST_BYTES and not first_line:
+        raise ValueError(f"{status.st_size:,} bytes, at most {MOST_BYTES:,} expected")
+    with path.open("rb") as file:
+        return next(bounded_lines(file), b"") if first_line else file.read()
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """TOML that may be hostile; ValueError says in one line what is wrong."""
+    if _LONG_KEY.search(text):  # for which tomllib takes gigabytes
+        raise ValueError(f"a key of more than {MOST_LEVELS} parts")
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
 
 
 def bounded_lines(file: IO[bytes]) -> Iterator[bytes]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar, cast
 
 from longrope2.errors import DataError, all_problems
-from longrope2.files import CHECKSUM, checksum, public, write_json
+from longrope2.files import CHECKSUM, checksum, public, read_bounded, write_json
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -58,10 +58,11 @@ class Record:
     def load(cls, path: Path, *, hint: str = AGAIN) -> Self:
         """Read the file; FileNotFoundError where there is none, RecordError with every problem where it is damaged."""
         try:
-            with path.open("rb") as file:
-                text = file.readline() if cls.FIRST_LINE else file.read()
+            text = read_bounded(path, first_line=cls.FIRST_LINE)
         except FileNotFoundError:
             raise
+        except ValueError as error:
+            raise RecordError(f"{path}: damaged: {error}", hint=hint) from error
         except OSError as error:
             raise RecordError(f"{path}: cannot be read ({error.strerror})", hint="check its permissions") from error
         content = parse(dict[str, Any], text, f"{path}: damaged", hint=hint)

@@ -1,13 +1,13 @@
 """The options of `data tokenise`, `data plan` and `data recall`: sources, lengths, buckets, rows, recall documents."""
 
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from longrope2.errors import DataError, all_problems
+from longrope2.files import parse_toml, read_bounded
 from longrope2.options import (
     Length,
     Stated,
@@ -394,10 +394,10 @@ def mix_of(values: Mapping[str, Any], *, original_length: int) -> Mix:
 def read_mix(path: Path) -> dict[str, Any]:
     """The options that a TOML file gives: [plan], [[source]] and [[bucket]]."""
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        values = parse_toml(read_bounded(path).decode())
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})", hint="check the spelling") from error
-    except (ValueError, RecursionError) as error:  # not TOML, or not UTF-8
+    except ValueError as error:  # not TOML, or not UTF-8
         raise DataError(f"{path}: not valid TOML ({error})", hint="see docs/data.md for an example") from error
     problems = [f"unknown key {key!r}" for key in values if key not in ("plan", "source", "bucket")]
     settings = values.get("plan", {})

@@ -18,6 +18,7 @@ from longrope2.chat import render_chat, user_turn
 from longrope2.console import say, warn
 from longrope2.errors import DataError, LongRopeError
 from longrope2.factors import RescaleFactors
+from longrope2.files import MOST_BYTES
 from longrope2.generation.config import ChatConfig, GenerateConfig, WritingConfig
 from longrope2.generation.saved import carries_factors
 from longrope2.generation.strategies import Switch
@@ -266,7 +267,11 @@ def read_prompt(config: GenerateConfig, argument: str | None = None) -> str:
 def _decoded(file: Path) -> str:
     name = "stdin" if str(file) == "-" else str(file)
     try:
-        content = sys.stdin.buffer.read() if name == "stdin" else file.read_bytes()
+        if name == "stdin":
+            content = sys.stdin.buffer.read(MOST_BYTES + 1)
+        else:
+            with file.open("rb") as opened:
+                content = opened.read(MOST_BYTES + 1)
     except OSError as error:
         raise DataError(
             f"{name}: cannot be read ({error.strerror})", hint="give a text file, --prompt TEXT, or - to read stdin"
@@ -275,6 +280,8 @@ def _decoded(file: Path) -> str:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError:
         text = "\0"
+    if len(content) > MOST_BYTES:  # also of a device that has no end
+        raise DataError(f"{name}: more than {MOST_BYTES:,} bytes", hint="no model reads that much: give a part of it")
     if "\0" in text:
         raise DataError(f"{name}: not a text file in UTF-8", hint="a prompt is plain text")
     return text

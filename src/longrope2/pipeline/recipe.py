@@ -1,7 +1,6 @@
 """A recipe: everything that decides an extension, in one TOML file; some come with the package."""
 
 import difflib
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from importlib import resources
@@ -14,6 +13,7 @@ from longrope2.data.config import Bucket, PlanConfig, RecallConfig, Source, besi
 from longrope2.errors import LongRopeError, all_problems
 from longrope2.evaluation.config import EvaluationConfig
 from longrope2.export.config import ExportTable, VerifyConfig, unknown_engine
+from longrope2.files import parse_toml, read_bounded
 from longrope2.methods import METHODS
 from longrope2.models import TINY
 from longrope2.options import (
@@ -155,8 +155,8 @@ def read_recipe(
     if name is not None:
         where, text, folder = find_recipe(name)
         try:
-            values = tomllib.loads(text)
-        except (ValueError, RecursionError) as error:  # also of an integer that is too long
+            values = parse_toml(text)
+        except ValueError as error:  # also of an integer that is too long
             raise LongRopeError(
                 f"{where}: not valid TOML ({error})", hint="see docs/extend.md for an example"
             ) from error
@@ -209,13 +209,15 @@ def find_recipe(name: str | Path) -> tuple[str, str, Path | None]:
     path = Path(name)
     if path.is_file():
         try:
-            return str(path), path.read_text(encoding="utf-8"), path.parent
+            return str(path), read_bounded(path).decode(), path.parent
         except OSError as error:
             raise LongRopeError(f"{path}: cannot be read ({error.strerror})", hint="check its permissions") from error
         except UnicodeDecodeError as error:
             raise LongRopeError(
                 f"{path}: not UTF-8 (byte {error.start:,})", hint="a recipe is a TOML file; save it as UTF-8"
             ) from error
+        except ValueError as error:
+            raise LongRopeError(f"{path}: {error}", hint="a recipe is a TOML file") from error
     known = presets()
     if str(name) in known:
         return f"recipe {name}", known[str(name)], None
