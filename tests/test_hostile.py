@@ -206,7 +206,7 @@ def test_json_that_is_only_unusual_is_read(tmp_path, monkeypatch):
         ("[" + ".".join(["'a'"] * 50_000) + "]", "a key of more than 100 parts"),
         ("x = " + "[" * 10_000, "nested too deep"),
         ("x = " + "9" * 5000, "digits"),
-        ("x = 0x" + "f" * 1_000_000 + "\"" * 100_000, "Expected newline"),
+        ("x = 0x" + "f" * 1_000_000 + '"' * 100_000, "Expected newline"),
     ],
 )
 def test_hostile_toml_is_a_value_error_soon(text, message):

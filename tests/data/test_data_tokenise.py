@@ -120,6 +120,20 @@ def test_lines_are_cut_at_every_byte_and_none_is_lost(tmp_path):
         assert [book.text for reader in readers for book in reader] == lines
 
 
+def test_a_line_over_many_portions_is_read_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(inputs_module, "MOST_BYTES", 1000)
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"text": "x" * 32_000_000}) + '\n{"text": "y"}\n')
+    units = plan_units(find_sources([str(path)]), 2_000_000)
+    portions = [portion for unit in units for portion in unit.portions]
+    assert len(portions) > 10
+    skip, skipped = inputs_module._skip_line, []
+    monkeypatch.setattr(inputs_module, "_skip_line", lambda *given: skipped.append(skip(*given)) or skipped[-1])
+    found = [book for portion in portions for book in inputs_module.PortionReader(portion, "text")]
+    assert [getattr(book, "text", "too long") for book in found] == ["too long", "y"]
+    assert sum(skipped) < 2 * path.stat().st_size
+
+
 def test_any_number_of_workers_gives_the_same_bytes(tmp_path, texts):
     for number, kind in enumerate(KINDS):
         write(tmp_path / "in" / kind, texts[number * 30 : number * 30 + 30])

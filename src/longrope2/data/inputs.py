@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import math
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -300,7 +301,7 @@ class PortionReader:
         place = max(begin - 1, 0)
         if begin:
             lines.seek(place)  # the byte before: where it ends a line, the first line begins right here
-            place += _skip_line(lines)
+            place += _skip_line(lines, end - place)
         first = place
         while is_whole or place < end:
             where = f"{self._portion.file.name}, byte {place}"
@@ -310,7 +311,7 @@ class PortionReader:
             place += len(line)
             self.consumed = min(max(raw.tell() - first - ahead, 0), self._portion.bytes)
             if len(line) > MOST_BYTES:
-                place += _skip_line(lines)
+                place += _skip_line(lines, math.inf if is_whole else end - place)
                 yield DataError(f"{where}: a line of more than {MOST_BYTES:,} bytes", hint="split the document")
             elif line.strip():
                 yield self._book(line, where)
@@ -388,10 +389,10 @@ def _decompressed(raw: Any, kind: str) -> Any:
     return io.BufferedReader(arrow.CompressedInputStream(arrow.PythonFile(raw, "r"), "zstd"))
 
 
-def _skip_line(lines: Any) -> int:
-    """Read on behind the end of the line; returns how many bytes that were."""
+def _skip_line(lines: Any, most: float) -> int:
+    """Read on behind the end of the line, or these many bytes where it goes on; returns how many bytes that were."""
     skipped = 0
-    while piece := lines.readline(1 << 20):
+    while skipped < most and (piece := lines.readline(1 << 20)):
         skipped += len(piece)
         if piece.endswith(b"\n"):
             break
