@@ -54,7 +54,7 @@ KEYS = (
     "use_sliding_window", "max_window_layers", "sliding_window_pattern", "no_rope_layers", "no_rope_layer_interval",
     "rope_theta", "rotary_emb_base", "partial_rotary_factor", "rotary_pct", "rope_parameters", "rope_scaling",
     "pad_token_id", "eos_token_id", "auto_map", "text_config", "quantization_config", "use_bidirectional_attention",
-    "num_experts", "num_local_experts",
+    "num_experts", "num_local_experts", "num_labels",
 )  # fmt: skip
 ROPE_KEYS = (
     "rope_type", "type", "factor", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings",
@@ -99,6 +99,7 @@ def model(tmp_path):
         {"sliding_window": []},
         {"vocab_size": 10**12, "num_attention_heads": 10**9, "max_position_embeddings": 10**18},
         {"layer_types": ["full_attention"] * 7},
+        {"num_labels": 10**9},
     ],
 )
 def test_a_config_with_implausible_numbers_is_refused_before_anything_is_made(model, values):
@@ -135,6 +136,13 @@ def test_every_command_names_all_problems_of_a_config(model, tmp_path, arguments
     assert isinstance(result.exception, ModelError), result.output
     assert "3 problems\n  - num_hidden_layers" in str(result.exception)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("part", ["text_config", "vision_config"])
+@pytest.mark.parametrize("key", ["num_hidden_layers", "num_labels"])
+def test_the_parts_of_a_config_have_the_same_limits(part, key):
+    with pytest.raises(ModelError, match=rf"gemma3 model is not usable: {part}\.{key} must be at most"):
+        live_config({"model_type": "gemma3", part: {key: 10**9}})
 
 
 def test_weights_that_cannot_be_those_of_the_config_are_refused_before_room_is_made(model):

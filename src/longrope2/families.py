@@ -76,6 +76,7 @@ LIMITS: Mapping[str, int] = {
     **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), 1 << 12),
     "hidden_size": 1 << 18,
     **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"), 1 << 20),
+    "num_labels": 1 << 20,
     "vocab_size": 1 << 24,
     **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings", "sliding_window"), 1 << 27),
 }
@@ -290,6 +291,7 @@ def check_plausible(config: Mapping[str, Any], subject: str = "") -> None:
         for key, most in LIMITS.items()
         if not all(value in (None, 0) or _is_count(value, most) for value in _each(config.get(key)))
     ]
+    found += _too_large(config)
     for key, value in config.items():
         if key.endswith("_token_id") and not all(
             id in (None, -1, 0) or _is_count(id, LIMITS["vocab_size"]) for id in _each(value)
@@ -303,6 +305,17 @@ def check_plausible(config: Mapping[str, Any], subject: str = "") -> None:
     if found:
         hint = "copy or download it again" if subject else COPY_AGAIN
         raise ModelError(all_problems(subject or _unusable(config), found), hint=hint)
+
+
+def _too_large(config: Mapping[str, Any], part: str = "") -> list[str]:
+    """What no model has in the parts of a config (`text_config`), of which transformers makes lists, too."""
+    found = []
+    for key, value in config.items():
+        if key.endswith("_config") and isinstance(value, Mapping):
+            found += _too_large(value, f"{part}{key}.")
+        elif part and key in LIMITS and any(isinstance(each, int) and each > LIMITS[key] for each in _each(value)):
+            found.append(f"{part}{key} must be at most {LIMITS[key]:,}, got {_shown(value)}")
+    return found
 
 
 def _unusable(config: Mapping[str, Any]) -> str:
