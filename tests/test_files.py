@@ -18,7 +18,17 @@ from longrope2.data.config import Source
 from longrope2.data.corpus import tokenise
 from longrope2.errors import LongRopeError
 from longrope2.figures import draw_inspection
-from longrope2.files import atomic_folder, atomic_path, is_locked, naming, only_one, sweep, write_json, write_text
+from longrope2.files import (
+    atomic_folder,
+    atomic_path,
+    file_digest,
+    is_locked,
+    naming,
+    only_one,
+    sweep,
+    write_json,
+    write_text,
+)
 from longrope2.inspection import inspect
 from longrope2.ledger import DAMAGED, LEDGER, keep_damaged
 from longrope2.methods import rescale
@@ -279,3 +289,12 @@ def test_a_full_disk_names_the_journal_and_the_log(tmp_path):
         journal.append({"type": "x"})
     with pytest.raises(OSError, match=r"No space left on device: '.*/log\.jsonl'$"):
         log.write({"step": 1})
+
+
+def test_what_is_no_file_has_the_digest_of_none(tmp_path):
+    """A pipe would be waited for, and a device read for ever."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zeros").symlink_to("/dev/zero")
+    (tmp_path / "file").write_bytes(b"")
+    pipe, device, file = (file_digest(tmp_path / name) for name in ("pipe", "zeros", "file"))
+    assert pipe == device != file

@@ -53,7 +53,7 @@ def atomic_path(path: Path, *, refusal: str = "") -> Iterator[Path]:
         temporary.touch()
         yield temporary
         _settle(temporary)
-        with _writing(path):
+        with writing_to(path):
             temporary.replace(path)
 
 
@@ -70,7 +70,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
         for file in temporary.rglob("*"):
             if file.is_file():
                 _settle(file)
-        with _writing(folder):
+        with writing_to(folder):
             if os.path.lexists(folder):
                 folder.rename(place / OLD)
             temporary.rename(folder)
@@ -89,7 +89,7 @@ def _under_way(path: Path, refusal: str = "", *, is_folder: bool = False) -> Ite
 
     Others may write into the folder of `path`, too. So the name cannot be guessed, and nobody else may enter.
     """
-    with _writing(path):
+    with writing_to(path):
         if path.exists() and not (path.is_dir() if is_folder else path.is_file()):
             # A rename would replace a device or a pipe, and take away a file where a folder is meant.
             kind = errno.EISDIR if path.is_dir() else errno.ENOTDIR
@@ -222,7 +222,7 @@ def check_writable(path: Path) -> None:
 
 
 @contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def writing_to(path: Path) -> Iterator[None]:
     """Report an error of the system as one of writing to this path."""
     try:
         yield
@@ -265,7 +265,9 @@ def fingerprint(value: Any) -> str:
 
 
 def file_digest(path: Path) -> str:
-    """Of every byte of a file, as fast as a disk reads."""
+    """Of every byte of a file, as fast as a disk reads; of a pipe or a device one that no file has."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        return "not a file"  # and reading it would never end
     digest = xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
         while block := file.read(1 << 22):
@@ -426,7 +428,7 @@ def only_one(
     if folder is None or sys.platform == "win32":
         yield
         return
-    with _writing(folder):
+    with writing_to(folder):
         folder.mkdir(parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW  # through a link, the file would be made elsewhere
         handle = os.open(folder / file, flags, 0o666) if file else os.open(folder, os.O_RDONLY)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from longrope2.errors import MissingExtraError
+from longrope2.files import writing_to
 
 
 class Tracking:
@@ -22,7 +23,8 @@ class Tracking:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             return
-        self._events = SummaryWriter(str(self._folder / "tensorboard"), purge_step=step)
+        with writing_to(place := self._folder / "tensorboard"):
+            self._events = SummaryWriter(str(place), purge_step=step)
 
     def log(self, scalars: Mapping[str, float], step: int) -> None:
         """Add the numbers of a step."""

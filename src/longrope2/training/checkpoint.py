@@ -6,7 +6,6 @@ so one with the right name is complete; a damaged one (a disk that lies, a copy 
 checksums and passed over for the one before it.
 """
 
-import pickle
 import re
 import shutil
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
@@ -33,8 +33,13 @@ from longrope2.records import CheckpointRecord, RecordError
 FOLDER = "checkpoints"
 NAME = re.compile(r"step-(\d{8})")
 RECORD = "checkpoint.json"
-INDEX = ".metadata"
-"""DCP's own file: what lies where in the shards."""
+
+
+class _Writer(FileSystemWriter):
+    """DCP's own, but for the folder, which its index would name: loading does not need it."""
+
+    def storage_meta(self) -> None:
+        """Nothing."""
 
 
 class Checkpoints:
@@ -63,13 +68,15 @@ class Checkpoints:
         temporary = self._here.gather(temporary)[0]
         weights, moments = get_state_dict(model, optimizer)
         state = {"model": weights, "optimizer": moments}
-        options: dict[str, Any] = {"process_group": self._group, "no_dist": self._group is None}
+        options: dict[str, Any] = {
+            "storage_writer": _Writer(temporary), "process_group": self._group, "no_dist": self._group is None,
+        }  # fmt: skip
         future: Any = Future()
         if self._in_background:
-            future = async_save(state, checkpoint_id=temporary, **options)
+            future = async_save(state, **options)
         else:
             try:
-                future.set_result(save(state, checkpoint_id=temporary, **options))
+                future.set_result(save(state, **options))
             except BaseException as error:  # DCP's are not of class Exception
                 future.set_exception(error)
         completed = self._writer.submit(self._complete, future, writing, temporary, record)
@@ -90,7 +97,6 @@ class Checkpoints:
             shards.result()
             if not self._here.is_main:  # the main process's shards are done when everybody's are
                 return
-            _forget_place(temporary)
             replace(record, files=_checksums(temporary)).save(temporary / RECORD)
         self._remove_old(record.step)
 
@@ -158,13 +164,6 @@ def _cause(error: BaseException) -> str:
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__context__
     return str(cause or error).partition("\n")[0]
-
-
-def _forget_place(folder: Path) -> None:
-    """Take the folders of this machine out of DCP's index, which are not needed to load it."""
-    index = pickle.loads((folder / INDEX).read_bytes())  # noqa: S301 - just written here
-    index.storage_meta = None
-    (folder / INDEX).write_bytes(pickle.dumps(index))
 
 
 def _checksums(folder: Path) -> dict[str, str]:
