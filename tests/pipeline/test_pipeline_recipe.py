@@ -310,7 +310,7 @@ def test_unreadable_recipes(tmp_path, monkeypatch):
     def forbidden(*_, **__):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
-    monkeypatch.setattr(Path, "read_text", forbidden)
+    monkeypatch.setattr(Path, "open", forbidden)
     with pytest.raises(
         LongRopeError, match=r"r.toml: cannot be read \(Permission denied\)\nhint: check its permissions"
     ):
