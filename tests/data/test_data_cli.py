@@ -260,6 +260,7 @@ def test_tokens_or_rows_but_not_both(folder, cache, tmp_path):
 
 
 def test_a_model_without_a_tokenizer_is_refused(folder, tmp_path):
-    (tmp_path / "config.json").write_text((ASSETS / "tiny" / "config.json").read_text())
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((ASSETS / "tiny" / name).read_bytes())
     with pytest.raises(LongRopeError, match="its tokenizer cannot be loaded"):
         plan_documents(str(tmp_path), tmp_path / "p", config=folder / "mix.toml")
