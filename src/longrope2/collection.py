@@ -110,7 +110,7 @@ def collection_table(entries: Sequence[CollectedFactors]) -> Table:
 def fitting_names(rope: RopeSpec, target_length: int) -> list[str]:
     """The entries that any model with this RoPE can take to this window.
 
-    Those with one temperature come first: with them every engine gives the original answers to short prompts.
+    Those with one temperature come first: a default export of them keeps both RoPEs.
     """
     fitting = [
         each for each in collection() if not each.mismatches(rope) and each.factors.target_length == target_length
