@@ -226,6 +226,13 @@ class TestFolders:
         assert "in bfloat16 or float16" in caught.value.hint
         assert describe(tmp_path / "m").rope.original_length == 32
 
+    def test_a_very_long_name_of_a_quantisation_is_cut(self, llama_folder, tmp_path):
+        shutil.copytree(llama_folder, tmp_path / "m")
+        _edit(tmp_path / "m", quantization_config={"quant_method": "q" * 100_000})
+        with pytest.raises(ModelError) as caught:
+            load(tmp_path / "m")
+        assert len(caught.value.message) < 1000
+
     def test_a_language_model_with_a_vision_part_is_refused(self, llama_folder, tmp_path):
         text = family_config("gemma3_text").to_dict()
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))

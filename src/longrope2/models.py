@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from longrope2.console import warn
 from longrope2.distributed import is_main_process
-from longrope2.errors import ModelError, first_line
+from longrope2.errors import LONGEST_REASON, ModelError, first_line
 from longrope2.factors import RescaleFactors
 from longrope2.families import (
     OTHER_MODEL,
@@ -453,7 +453,8 @@ def _quantisation(config: dict[str, Any]) -> str | None:
     found = config.get("quantization_config") or config.get("compression_config")
     if not found:
         return None
-    return str(found.get("quant_method", "compressed")) if isinstance(found, dict) else str(found)
+    method = found.get("quant_method", "compressed") if isinstance(found, dict) else found
+    return str(method)[:LONGEST_REASON]
 
 
 def _open(file: Path) -> BinaryIO:

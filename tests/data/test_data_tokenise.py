@@ -273,7 +273,12 @@ def test_damage_is_named_and_skipped_or_refused(tmp_path, tiny, texts, capsys, m
     with pytest.raises(DataError, match=r"a.jsonl, byte \d+") as refused:
         make([tmp_path / "in"], tmp_path / "out", workers=1)
     assert "--damaged skip" in refused.value.hint
+    with pytest.raises(DataError) as foreseen:
+        forecast_dataset("tiny", [str(tmp_path / "in")], TokeniseConfig())
+    assert str(foreseen.value) == str(refused.value)
     record = make([tmp_path / "in"], tmp_path / "out", workers=1, damaged="skip")
+    foreseen = forecast_dataset("tiny", [str(tmp_path / "in")], TokeniseConfig(damaged="skip"))
+    assert foreseen.tokens == sum(shard.tokens for shard in record.shards)
     problems = record.shards[0].damaged
     assert record.shards[0].skipped == len(problems)
     assert [problem.partition(",")[0].partition(":")[0] for problem in problems] == [

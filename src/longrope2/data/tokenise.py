@@ -21,7 +21,7 @@ from functools import lru_cache
 from itertools import groupby
 from multiprocessing.connection import wait as wait_for
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 import xxhash
@@ -125,11 +125,16 @@ class _Counts:
     damaged: list[str]
     skipped: int = 0
 
-    def skip(self, problem: str) -> None:
-        """Count what cannot be read."""
+    def readable(self, found: Book | DataError) -> TypeGuard[Book]:
+        """Whether this is a document; what cannot be read is counted, or refused."""
+        if isinstance(found, Book):
+            return True
+        if self.job.config.damaged == "refuse":
+            raise DataError(found.message, hint=f"{found.hint}, or use --damaged skip")
         self.skipped += 1
         if self.skipped <= MOST_DAMAGE:
-            self.damaged.append(problem)
+            self.damaged.append(found.message)
+        return False
 
     def add(self, books: Sequence[Book], encode: Encoder) -> tuple[list[Book], list[NDArray[np.int32]]]:
         """The documents among these that are kept, and their tokens."""
@@ -203,12 +208,8 @@ def _read(unit: Unit, job: Job, counts: _Counts) -> Iterator[tuple[int, list[Boo
             reader = PortionReader(portion, job.config.text_column)
             for found in reader:
                 place[0] = before + reader.consumed
-                if isinstance(found, Book):
+                if counts.readable(found):
                     yield found
-                elif job.config.damaged == "refuse":
-                    raise DataError(found.message, hint=f"{found.hint}, or use --damaged skip")
-                else:
-                    counts.skip(found.message)
             before += portion.bytes
             place[0] = before
 
@@ -525,7 +526,7 @@ def _forecast(source: InputSource, job: Job) -> tuple[SourceSummary, float]:
             reader = PortionReader(portion, job.config.text_column)
             size = documents = 0
             for book in reader:
-                if isinstance(book, Book):
+                if counts.readable(book):
                     kept, _ = counts.add([book], encode)
                     strings += sum(len(each.title) + len(each.source) + 12 for each in kept)
                     size, documents = size + len(book.text), documents + 1
