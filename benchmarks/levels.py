@@ -41,8 +41,10 @@ def main() -> None:
     parser.add_argument("--batch-rows", type=int, default=4)
     parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--lora", type=int)
+    parser.add_argument("--levels", default=",".join(LEVELS), help="to compare with plain")
     options = parser.parse_args()
-    names = [name for name in LEVELS if options.lora or name != "4bit"]
+    chosen = ("plain", *options.levels.split(","))
+    names = [name for name in LEVELS if name in chosen and (options.lora or name != "4bit")]
     runs = {"other seed": {"memory": "plain", "seed": 1}} | {name: {"memory": name} for name in names}
     curves = {}
     with tempfile.TemporaryDirectory() as place:

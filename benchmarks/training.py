@@ -173,12 +173,16 @@ def measure_llama3(options) -> None:
 
 
 def measure_lengths(options) -> None:
-    """Steps of a few layers at growing lengths; with what one more layer adds, they are those of the whole model."""
+    """Steps of a few layers at growing lengths; with what one more layer adds, they are those of the whole model.
+
+    If the second number of layers is the model's own, its step is the whole one itself.
+    """
     make = SHAPES[options.of]
     config = TrainConfig(steps=100, memory=options.memory, lora=options.lora).resolved()
     whole, compiled = shape_of_model(make, config), DEVICE == "cuda"
     few, more = (int(number) for number in options.layers.split(","))
     rest = len(whole.windows) - more
+    documents = [parse_length(text) for text in options.documents.split(",") if text]
     points = []
     for length in map(parse_length, options.lengths.split(",")):
         steps = {}
@@ -187,24 +191,29 @@ def measure_lengths(options) -> None:
             with trainable(
                 partial(make, layers), length, config, recompute=True, compiled=compiled, level=config.level
             ) as (mixed, optimizer):
-                rows = [row(length, mixed.model.config.vocab_size)]
-                steps[layers] = (
-                    length / speed(mixed, optimizer, rows, warm_up=options.warm_up, steps=1),
-                    peak_gib() or 0.0,
-                )
+                vocabulary, chosen = mixed.model.config.vocab_size, {"warm_up": options.warm_up, "steps": 1}
+                found = [length / speed(mixed, optimizer, [row(length, vocabulary)], **chosen), peak_gib() or 0.0]
+                for document in documents:
+                    short = row(length, vocabulary, document=document)
+                    found.append(length / speed(mixed, optimizer, [short], **chosen))
+                steps[layers] = found
         pairs = zip(*steps.values(), strict=True)
-        seconds, peak = (after + rest * (after - before) / (more - few) for before, after in pairs)
+        seconds, peak, *short = (after + rest * (after - before) / (more - few) for before, after in pairs)
         work = Work(length=length, rows=1, attended=length**2 // 2, steps=None)
         said = estimate(whole, work, gpus=1, gpu="h200", compiled=compiled, memory=options.memory)
         points.append({
-            "length": length, "steps": {layers: {"seconds": a, "peak_gib": b} for layers, (a, b) in steps.items()},
+            "length": length, "steps": {layers: {"seconds": a, "peak_gib": b} for layers, (a, b, *_) in steps.items()},
             "seconds": seconds, "tokens_per_second": length / seconds, "peak_gib": peak,
             "estimated_gib": said["memory_total_gib"], "floor_seconds": said["seconds_per_step"] / OVERHEAD,
+            "short_rows_tokens_per_second": {
+                document: length / each for document, each in zip(documents, short, strict=True)
+            },
         })  # fmt: skip
         print(points[-1], flush=True)
     last = points[-1]
     report(
-        options, name=f"train-lengths-{options.of}{'-lora' if config.lora else ''}", value=last["tokens_per_second"],
+        options, name=f"train-lengths-{options.of}{'-lora' if config.lora else ''}{'' if rest else '-whole'}",
+        value=last["tokens_per_second"],
         unit="tokens/s", more_is_better=True, peer="its FLOPs at the rates of the kernels alone",
         peer_value=last["length"] / last["floor_seconds"], parameters=whole.parameters, memory=options.memory,
         layers=len(whole.windows), points=points,
@@ -213,17 +222,27 @@ def measure_lengths(options) -> None:
 
 def draw_lengths(folder: Path) -> None:
     """Memory and speed over length of all shapes measured, with the floor by FLOPs as dashes."""
-    found = [json.loads(path.read_text()) for path in sorted(folder.glob("train-lengths-*.json"))]
+    shapes: dict[str, list[dict[str, Any]]] = {}
+    for path in sorted(folder.glob("train-lengths-*.json")):
+        result = json.loads(path.read_text())
+        name = result["name"].removeprefix("train-lengths-").removesuffix("-whole")
+        shapes.setdefault(name, []).extend(result["points"])
     path = folder.parents[1] / "docs" / "images" / "training-lengths.png"
     with figure(path, 1, 2, (9, 3.4)) as drawing:
-        for result, colour in zip(found, SERIES, strict=False):
-            points, name = result["points"], result["name"].removeprefix("train-lengths-")
+        for (name, found), colour in zip(shapes.items(), SERIES, strict=False):
+            points = sorted(found, key=lambda point: point["length"])
             lengths = [point["length"] for point in points]
             for axis, key in zip(drawing.axes.flat, ("peak_gib", "tokens_per_second"), strict=True):
-                axis.plot(lengths, [point[key] for point in points], "o-", color=colour, label=name)
+                axis.plot(
+                    lengths,
+                    [point[key] for point in points],
+                    "o-",
+                    color=colour,
+                    label=name.removeprefix("train-lengths-"),
+                )
             floor = [point["length"] / point["floor_seconds"] for point in points]
             drawing.axes.flat[1].plot(lengths, floor, "--", color=colour)
-        every = sorted({point["length"] for result in found for point in result["points"]})
+        every = sorted({point["length"] for points in shapes.values() for point in points})
         for axis, label in zip(drawing.axes.flat, ("peak memory, GiB", "tokens/s (dashes: by FLOPs)"), strict=True):
             axis.set(xscale="log", xlabel="tokens of a row", ylabel=label)
             axis.set_xticks(every, labels=map(length_label, every))
@@ -285,6 +304,7 @@ def main() -> None:
     parser.add_argument("--of", choices=list(SHAPES), default="phi3-mini", help="shape of lengths")
     parser.add_argument("--lengths", default="128k,256k,512k")
     parser.add_argument("--layers", default="2,4", help="two numbers of layers to run at each length")
+    parser.add_argument("--documents", default="", help="of short rows to measure at each length, by their tokens")
     parser.add_argument("--warm-up", type=int, default=1, help="steps of lengths before the one that counts")
     parser.add_argument("--length", default="128k", help="rows of llama3-8b")
     parser.add_argument("--tiny", action="store_true", help="a small shape in place of llama3-8b")
