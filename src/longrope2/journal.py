@@ -40,10 +40,10 @@ class JournalFile:
             return
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            if path.exists() and path.stat().st_size:
-                self._read(path, header)
+            # First of all: what is behind a link is not even read, let alone cut at its last whole line.
             # Line-buffered: each line is handed to the system at once and survives a kill.
             self._file = open_to_append(path, buffering=1)
+            self._read(path, header)
         except OSError as error:
             raise JournalError(
                 f"{path}: cannot be read or written ({error.strerror})", hint=f"{self.verb} into another folder"
@@ -86,9 +86,9 @@ class JournalFile:
     def _read(self, path: Path, header: dict[str, Any]) -> None:
         content = path.read_bytes()
         whole = content.rfind(b"\n") + 1
-        if whole < len(content):  # a kill in the middle of a write: that line was never finished
-            with path.open("r+b") as file:
-                file.truncate(whole)
+        header_line = sealed_line({"type": "header", **header}).encode()
+        if not whole and not header_line.startswith(content):
+            raise self._damage(path, 1, "not what this program has begun to write")
         # By the line feed alone: a name in the header may hold other characters that Python ends lines at.
         for number, line in enumerate(content[:whole].split(b"\n")[:-1], 1):
             try:
@@ -103,12 +103,19 @@ class JournalFile:
                 elif isinstance(kind, str):
                     self.take(entry)
             except (KeyError, TypeError, ValueError, RecordError) as error:  # also what is no JSON or no UTF-8
-                mending = "delete that line (it will be computed again)"
-                if number == 1:
-                    mending = "delete the file (that line said whose the others are, so all are computed again)"
-                raise JournalError(
-                    f"{path}: line {number} is damaged ({error})", hint=f"{mending}, or {self.verb} into another folder"
-                ) from error
+                raise self._damage(path, number, error) from error
+
+        if whole < len(content):  # a kill in the middle of a write: that line was never finished
+            assert self._file is not None
+            self._file.truncate(whole)
+
+    def _damage(self, path: Path, number: int, reason: object) -> JournalError:
+        mending = "delete that line (it will be computed again)"
+        if number == 1:
+            mending = "delete the file (that line said whose the others are, so all are computed again)"
+        return JournalError(
+            f"{path}: line {number} is damaged ({reason})", hint=f"{mending}, or {self.verb} into another folder"
+        )
 
     def _check_header(self, path: Path, found: dict[str, Any], expected: dict[str, Any]) -> None:
         require_same(

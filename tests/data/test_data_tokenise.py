@@ -507,7 +507,7 @@ def test_a_damaged_dataset_is_refused(tmp_path, texts, damage):
         documents(tmp_path / "out")
 
 
-@pytest.mark.parametrize("content", [b"/data/\0", b"/data/\xff"])
+@pytest.mark.parametrize("content", [b"/data/\0", b"/data/\xff", b"/data/" * 1000])
 def test_a_damaged_note_of_where_a_dataset_lies_is_refused(tmp_path, content):
     (tmp_path / "key.dataset").write_bytes(content)
     with pytest.raises(DataError, match=r"key\.dataset: damaged\nhint: plan again"):

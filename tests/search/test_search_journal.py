@@ -284,3 +284,26 @@ def test_without_a_path_nothing_is_kept_on_disk(tmp_path, monkeypatch):
     assert nlls(journal) == {("k0", 0): 1.0}
     assert journal.resumed == 0
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("text", ["two years of work", '{"type": "thesis"', "one line\nand a half"])
+def test_a_file_that_is_not_ours_is_left_as_it_is(tmp_path, text):
+    """In its place or behind a link there: no end is cut off a line of it."""
+    own, path, link = tmp_path / "thesis.txt", tmp_path / "history.jsonl", tmp_path / "link.jsonl"
+    own.write_text(text)
+    path.write_text(text)
+    link.symlink_to(own)
+    for place, reason in ((path, "line 1 is damaged"), (link, "symbolic link")):
+        with pytest.raises(JournalError, match=reason):
+            Journal(place, HEADER)
+    assert [own.read_text(), path.read_text()] == [text, text]
+
+
+def test_a_header_that_was_cut_off_is_written_again(tmp_path):
+    path = written(tmp_path / "history.jsonl", {})
+    whole = path.read_bytes()
+    header = whole[: whole.index(b"\n") + 1]
+    for end in range(len(header)):
+        path.write_bytes(header[:end])
+        Journal(path, HEADER).close()
+        assert path.read_bytes() == header

@@ -25,6 +25,8 @@ DATASET = "dataset.json"
 SELECTED = re.compile(r"(?P<place>.+):(?P<name>[\w.-]+)")
 OPEN_SHARDS = 64
 """Shards that are kept open: each takes a file handle and addresses, but hardly any memory."""
+LONGEST_PLACE = 4096
+"""Characters of a path that systems take, and of addresses that stores do."""
 AGAIN = "run `longrope2 data tokenise` again, which makes what is missing"
 
 
@@ -180,7 +182,7 @@ def reopen(key: str, cache: Path | None = None) -> Corpus:
         place = pointer.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         place = "\0"
-    if "\0" in place:  # no path has it
+    if "\0" in place or len(place) > LONGEST_PLACE:
         raise DataError(f"{pointer}: damaged", hint="plan again")
     dataset = open_dataset(place, cache)
     if dataset.key != key:
