@@ -15,8 +15,12 @@ FOLDER = Path(__file__).parents[1] / "benchmarks"
     ("command", "results"),
     [
         ("reading.py tiny --length 1k --peer-length 512 --peer-chunk 256", ["read-tiny-1k"]),
+        ("packing.py --length 1k --documents 64,256 --tiny", ["packing"]),
         ("training.py llama3-8b --tiny --memory least", ["train-tiny-0k"]),
-        ("training.py lengths --of tiny --lengths 128,256 --memory 4bit --lora 4", ["train-lengths-tiny-lora"]),
+        (
+            "training.py lengths --of tiny --lengths 128,256 --memory 4bit --lora 4 --documents 32",
+            ["train-lengths-tiny-lora"],
+        ),
     ],
 )
 def test_a_benchmark_writes_its_result(tmp_path, command, results):

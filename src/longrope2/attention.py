@@ -72,13 +72,19 @@ def packed_attention(
         plain = all(option is None for option in options.values())
         if len(ends) > 2 and plain and q.is_cuda and varlen_agrees(Heads.of(q, k), training=_learns(q, k, v)):
             rows.append(varlen_attention(q, k, v, ends, scale))
-            continue
-        pieces = [
-            causal_attention(q[:, :, start:stop], k[:, :, start:stop], v[:, :, start:stop], scale=scale, **options)
-            for start, stop in pairwise(ends)
-        ]
-        rows.append(torch.cat(pieces, dim=2))
+        else:
+            rows.append(one_by_one(q, k, v, ends, scale=scale, **options))
     return torch.cat(rows)
+
+
+def one_by_one(
+    query: Tensor, key: Tensor, value: Tensor, ends: Sequence[int], *, scale: float, **options: Any
+) -> Tensor:
+    """The documents of a row, each by itself."""
+    # Split, not sliced: the gradient of a slice is as long as the row.
+    sizes = [stop - start for start, stop in pairwise(ends)]
+    pieces = zip(*(x.split(sizes, dim=2) for x in (query, key, value)), strict=True)
+    return torch.cat([causal_attention(*piece, scale=scale, **options) for piece in pieces], dim=2)
 
 
 def _learns(*tensors: Tensor) -> bool:
