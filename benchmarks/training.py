@@ -11,6 +11,7 @@ With --tiny llama3-8b, and with --of tiny lengths, have a shape that runs on a C
 
 import gc
 import json
+import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -175,7 +176,8 @@ def measure_llama3(options) -> None:
 def measure_lengths(options) -> None:
     """Steps of a few layers at growing lengths; with what one more layer adds, they are those of the whole model.
 
-    If the second number of layers is the model's own, its step is the whole one itself.
+    Two layers at least, or what is there twice, such as the layer input that comes next, counts for each layer. If
+    the second number of layers is the model's own, its step is the whole one itself.
     """
     make = SHAPES[options.of]
     config = TrainConfig(steps=100, memory=options.memory, lora=options.lora).resolved()
@@ -197,6 +199,8 @@ def measure_lengths(options) -> None:
                     short = row(length, vocabulary, document=document)
                     found.append(length / speed(mixed, optimizer, [short], **chosen))
                 steps[layers] = found
+            del mixed, optimizer  # or the next model's peak counts this one
+            gc.collect()
         pairs = zip(*steps.values(), strict=True)
         seconds, peak, *short = (after + rest * (after - before) / (more - few) for before, after in pairs)
         work = Work(length=length, rows=1, attended=length**2 // 2, steps=None)
@@ -233,13 +237,8 @@ def draw_lengths(folder: Path) -> None:
             points = sorted(found, key=lambda point: point["length"])
             lengths = [point["length"] for point in points]
             for axis, key in zip(drawing.axes.flat, ("peak_gib", "tokens_per_second"), strict=True):
-                axis.plot(
-                    lengths,
-                    [point[key] for point in points],
-                    "o-",
-                    color=colour,
-                    label=name.removeprefix("train-lengths-"),
-                )
+                measured = [math.nan if point[key] is None else point[key] for point in points]
+                axis.plot(lengths, measured, "o-", color=colour, label=name.removeprefix("train-lengths-"))
             floor = [point["length"] / point["floor_seconds"] for point in points]
             drawing.axes.flat[1].plot(lengths, floor, "--", color=colour)
         every = sorted({point["length"] for points in shapes.values() for point in points})

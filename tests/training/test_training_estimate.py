@@ -46,6 +46,10 @@ LLAMA3 = LlamaConfig(
     hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
     vocab_size=128_256, max_position_embeddings=8192,
 )  # fmt: skip
+SMOLLM2 = LlamaConfig(
+    vocab_size=49_152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+    num_key_value_heads=3, max_position_embeddings=8192, tie_word_embeddings=True,
+)  # fmt: skip
 
 
 def shape(config, folder, **options):
@@ -93,12 +97,8 @@ def test_phi3_mini_on_one_h200(tmp_path):
 )
 def test_smollm2_takes_the_memory_that_was_measured(length, options, measured, tmp_path):
     """Peaks in GiB on one H200."""
-    smollm2 = LlamaConfig(
-        vocab_size=49_152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
-        num_key_value_heads=3, max_position_embeddings=8192, tie_word_embeddings=True,
-    )  # fmt: skip
     work = Work(length=length, rows=4, attended=2 * length**2, steps=None)
-    result = estimate(shape(smollm2, tmp_path), work, gpus=1, gpu="h200", **options)
+    result = estimate(shape(SMOLLM2, tmp_path), work, gpus=1, gpu="h200", **options)
     assert result["memory_total_gib"] == pytest.approx(measured, rel=0.05)
     assert any("60%" in assumption for assumption in result["assumptions"])
 
@@ -117,7 +117,9 @@ def test_phi3_takes_the_memory_that_was_measured(compiled, measured, tmp_path):
         (LLAMA3, 1, LENGTH, "least", 16, 22.9),
         (LLAMA3, 4, LENGTH, "least", 16, 25.2),
         (LLAMA3, 1, 4 * LENGTH, "least", 16, 60.5),
+        (LLAMA3, 32, 2 * LENGTH, "host", 16, 113.6),
         (PHI3, 1, LENGTH, "least", None, 14.6),
+        (SMOLLM2, 30, 8 * LENGTH, "plain", None, 89.8),
     ],
 )
 def test_levels_take_the_memory_that_was_measured(config, layers, length, memory, lora, measured, tmp_path):
@@ -133,10 +135,13 @@ def test_levels_take_the_memory_that_was_measured(config, layers, length, memory
     ("config", "length", "memory", "lora", "seconds"),
     [
         (LLAMA3, LENGTH, "small", None, 43.9),
+        (LLAMA3, 2 * LENGTH, "host", 16, 142.2),
         # Of a few layers, with what each more of them adds.
         (LLAMA3, LENGTH, "least", 16, 48.8),
-        (LLAMA3, 4 * LENGTH, "least", 16, 676),
-        (PHI3, LENGTH, "least", None, 41.0),
+        (LLAMA3, 4 * LENGTH, "least", 16, 666),
+        (PHI3, LENGTH, "least", None, 38.3),
+        (PHI3, 4 * LENGTH, "least", None, 625),
+        (SMOLLM2, 8 * LENGTH, "plain", None, 339),
     ],
 )
 def test_levels_take_the_time_that_was_measured(config, length, memory, lora, seconds, tmp_path):
