@@ -302,7 +302,11 @@ def small(recipe, rows, tmp_path, monkeypatch):
 
 def test_a_row_on_the_tiny_model_and_again_without_doing_anything(small):
     small.family = replace(small.family, repair=None)
+    small.prepare("yarn@1k", {"needles"})
+    samples = sorted((small.output / "samples").iterdir())
+    assert [path.name.split("-")[0] for path in samples] == ["niah"]
     small.run("yarn@1k", {"needles"})
+    assert sorted((small.output / "samples").iterdir()) == samples
     row = json.loads((small.output / "yarn@1k.json").read_text())
     assert (row["name"], row["table"], row["model"]) == ("YaRN", "tiny, repaired, 1k", "tiny, repaired")
     assert row["cost"]["tokens"] == 2 * 2 * 1024

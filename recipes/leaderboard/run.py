@@ -13,7 +13,7 @@ import argparse
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -27,10 +27,15 @@ from longrope2.console import roughly, say
 from longrope2.data.config import RecallConfig
 from longrope2.data.plan import plan_documents
 from longrope2.data.recall import write_recall
+from longrope2.distributed import World
 from longrope2.evaluation.config import EvaluationConfig
+from longrope2.evaluation.engine import EvaluationJournal
+from longrope2.evaluation.evaluate import evaluate as run_suites
 from longrope2.evaluation.results import RESULTS
+from longrope2.evaluation.suite import Prompt, TextSpan
 from longrope2.files import atomic_folder, write_json
 from longrope2.models import describe, load, load_tokenizer, skeleton
+from longrope2.perplexity import Score
 from longrope2.pipeline.forecast import Machine, evaluation_needs, gpu_machine, reading_seconds, search_needs
 from longrope2.records import EvaluationRecord, Results
 from longrope2.search.config import search_config
@@ -52,6 +57,7 @@ MEASURED = {"train": 1.4, "ruler": 2.9, "paper": 1.3, "wide": 4.9}
 FIRST_STEPS = 30.0
 """Seconds for compiling, loading and saving."""
 TASKS = {"truthfulqa": "truthfulqa_mc2", "lambada": "lambada_openai", "arc": "arc_easy"}
+ALONE = World(process=0, num_processes=1, local_process=0)
 NEEDLES = {"needles": "niah", "wordings": "niah_wordings", "multikey": "niah_multikey", "multivalue": "niah_multivalue"}
 
 
@@ -77,6 +83,25 @@ def evaluation(name: str, row: Row) -> dict[str, Any]:
         case "lambada" | "piqa" | "arc":  # all of it
             return {"suites": ["short"], "tasks": (TASKS.get(name, name),)}
     return {"suites": ["short"], "tasks": (TASKS.get(name, name),), "samples": 2000}
+
+
+class Silent:
+    """Stands in for a model: what it is asked is all that is wanted."""
+
+    batch_rows = 1
+
+    def __init__(self, tokenizer: Any, *, window: int) -> None:
+        self.tokenizer, self.window = tokenizer, window
+        self.on_read: Any = None
+
+    def batch_tokens(self) -> int:
+        return self.window
+
+    def answer(self, prompts: Sequence[Prompt]) -> list[str]:
+        return [""] * len(prompts)
+
+    def score(self, spans: Sequence[TextSpan]) -> list[Score]:
+        raise NotImplementedError
 
 
 @dataclass(kw_only=True)
@@ -213,6 +238,17 @@ class Bench:
             batch_tokens=BATCH_TOKENS,
             **options,
         )
+
+    def prepare(self, name: str, only: set[str] | None) -> None:
+        """Make the samples that evaluations of a row keep, which needs no GPU and no trained model."""
+        row, model = self.family.row(name), self.unpacked
+        backend = Silent(load_tokenizer(describe(model)), window=row.length)
+        for which in row.evaluations:
+            if which in ("ruler", *NEEDLES) and (only is None or which in only):
+                options = {**evaluation(which, row), "books": str(self.data / "books" / "validation")}
+                config = EvaluationConfig(**{**options, "suites": tuple(options["suites"]), "data": str(self.data)})
+                journal = EvaluationJournal(None, {})
+                run_suites(backend, config, model, journal, ALONE, cache=self.output / "samples")
 
     def run(self, name: str, only: set[str] | None, until: float | None = None) -> None:
         """All of a row, or what is expected to end by this time of the monotonic clock; and its file."""
@@ -356,14 +392,21 @@ def main() -> None:
     parser.add_argument(
         "--within", type=float, metavar="SECONDS", help="start only parts that are expected to end in time"
     )
+    parser.add_argument(
+        "--samples", action="store_true", help="only make samples of RULER and needles, beside a training, say"
+    )
     options = parser.parse_intermixed_args()
     bench = Bench(family=BASES[options.base], model=options.model, data=options.data, output=options.output)
     until = None if options.within is None else time.monotonic() + options.within
     if options.expect:
         print("\n".join(expectation(bench, options.rows or bench.family.names)))
         return
+    only = set(options.only.split(",")) if options.only else None
     for name in options.rows:
-        bench.run(name, set(options.only.split(",")) if options.only else None, until)
+        if options.samples:
+            bench.prepare(name, only)
+            continue
+        bench.run(name, only, until)
 
 
 if __name__ == "__main__":

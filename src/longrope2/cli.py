@@ -404,7 +404,9 @@ class Evaluate(click.Command):
     help="vllm: faster; takes a saved model, as it would be served.",
 )
 @switch_length_option
-@option("--cache", type=FOLDER, help="Where RULER's samples are kept; default: samples/ in the output folder.")
+@option(
+    "--cache", type=FOLDER, help="Where samples of RULER and needles are kept; default: samples/ in the output folder."
+)
 @option("--name", metavar="NAME", help="Row label in `longrope2 compare`; default: the method.")
 @original_option
 @json_option

@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -39,10 +39,16 @@ def chat_tokenizer():
     return tokenizer
 
 
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path, monkeypatch):
+    """Samples are kept in a folder of the working directory here."""
+    monkeypatch.chdir(tmp_path)
+
+
 def setup_of(tokenizer, **options) -> Setup:
     defaults = {
         "lengths": (256,), "tasks": (), "named": False, "samples": None, "seed": 42, "data": None, "books": None,
-        "chat": False, "note": lambda message: None, "cache": Path("unused"),
+        "chat": False, "note": lambda message: None, "cache": Path("samples"),
     }  # fmt: skip
     return Setup(tokenizer=tokenizer, **{**defaults, **options})
 
@@ -75,6 +81,38 @@ def test_needles_fill_their_length_at_every_depth(tokenizer):
         assert text.rstrip().endswith("mentioned in the provided text is")
         assert sample.details["placed_at"] == pytest.approx(sample.details["depth"], abs=0.2)
     assert len({sample.references for sample in samples}) == 22
+
+
+def test_needles_are_made_once(tokenizer, tmp_path, monkeypatch):
+    """The same documents with the same words about them, until something they depend on changes."""
+    calls, said = [], []
+    real = niah.make_needles
+    monkeypatch.setattr(niah, "make_needles", lambda *args, **options: calls.append(1) or real(*args, **options))
+    setup = setup_of(tokenizer, samples=1, note=said.append)
+    first, words = niah.niah_samples(niah.MULTIKEY, setup, 512), list(said)
+    said.clear()
+    assert niah.niah_samples(niah.MULTIKEY, setup, 512) == first
+    assert (len(calls), said) == (1, words)
+    (kept,) = Path("samples").iterdir()
+
+    books = tmp_path / "books"
+    books.mkdir()
+    (books / "a.txt").write_text("one two three. " * 400, encoding="utf-8")
+    others = [
+        (niah.MULTIVALUE, setup, 512), (niah.MULTIKEY, setup, 500), (niah.MULTIKEY, replace(setup, samples=2), 512),
+        (niah.MULTIKEY, replace(setup, seed=1), 512), (niah.MULTIKEY, replace(setup, books=str(books)), 512),
+    ]  # fmt: skip
+    for number, (kind, other, length) in enumerate(others, start=2):
+        assert niah.niah_samples(kind, other, length) != first
+        assert len(calls) == number
+    (books / "a.txt").write_text("four five six. " * 400, encoding="utf-8")
+    niah.niah_samples(*others[-1])
+    assert len(calls) == len(others) + 2
+
+    content = kept.read_text()
+    kept.write_text(content.replace('"tokens": "e', '"tokens": "f'))
+    with pytest.raises(LongRopeError, match="made again"):
+        niah.niah_samples(niah.MULTIKEY, setup, 512)
 
 
 def test_needles_in_a_chat(chat_tokenizer):

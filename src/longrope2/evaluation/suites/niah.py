@@ -4,18 +4,21 @@
 with the questions of training: what they measure is finding, and not knowing a sentence.
 """
 
+import zlib
+from base64 import b64decode, b64encode
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from longrope2 import needles
-from longrope2.books import read_books
+from longrope2.books import Book, read_books
 from longrope2.errors import DataError
 from longrope2.evaluation.engine import EvaluationEngine
-from longrope2.evaluation.results import cell
+from longrope2.evaluation.results import cell, digest
 from longrope2.evaluation.suite import Sample, Setup, Suite, SuiteOutcome, answered, by_task, chat_frame, encode
+from longrope2.files import bytes_digest
 from longrope2.needles import (
     MOST_NEEDLES,
     NO_DECOYS,
@@ -25,7 +28,7 @@ from longrope2.needles import (
     NeedleTemplate,
     make_needles,
 )
-from longrope2.records import Grid, Measured
+from longrope2.records import Grid, Measured, Record
 
 DEPTHS = tuple(tenth / 10 for tenth in range(11))
 RUNS = 10
@@ -96,6 +99,42 @@ class Kind:
         return 1 + self.decoys.count * self.decoys.same_key
 
 
+@dataclass(frozen=True, kw_only=True)
+class KeptDocuments(Record):
+    """Documents of one length, which take seconds to minutes to make."""
+
+    FORMAT: ClassVar[str] = "longrope2-needle-documents"
+
+    documents: tuple[NeedleDocument, ...]
+    """Without their tokens."""
+    tokens: str
+    """Of one document after another: 32 bits each, compressed, in base64."""
+    notes: tuple[str, ...]
+    """What was said while they were made."""
+
+    @classmethod
+    def of(cls, documents: Sequence[NeedleDocument], notes: Sequence[str]) -> "KeptDocuments":
+        """Those to keep."""
+        import numpy as np
+
+        tokens = np.array([document.token_ids for document in documents], dtype="<i4")
+        return cls(
+            documents=tuple(replace(document, token_ids=()) for document in documents),
+            tokens=b64encode(zlib.compress(tokens.tobytes(), level=1)).decode(),
+            notes=tuple(notes),
+        )
+
+    def whole(self) -> list[NeedleDocument]:
+        """With their tokens."""
+        import numpy as np
+
+        tokens = np.frombuffer(zlib.decompress(b64decode(self.tokens)), dtype="<i4").reshape(len(self.documents), -1)
+        return [
+            replace(document, token_ids=tuple(ids))
+            for document, ids in zip(self.documents, tokens.tolist(), strict=True)
+        ]
+
+
 def found_numbers(prediction: str, references: Sequence[str]) -> float:
     """The share of numbers that stand in the answer: RULER's rule, which does not ask for stopping in time."""
     return sum(value in prediction for value in references) / len(references)
@@ -108,17 +147,43 @@ def niah_samples(kind: Kind, setup: Setup, length: int) -> list[Sample]:
 
 
 def _documents(kind: Kind, setup: Setup, length: int, count: int) -> list[NeedleDocument]:
+    """From the cache, or made and kept there: rows of a comparison ask the same of every model."""
+    from longrope2.data.corpus import tokenizer_fingerprint  # with numpy, which suites are described without
+
+    books = list(_books(setup))
+    facts = [KeptDocuments.FORMAT, setup.seed, _around(kind, setup.tokenizer, setup.chat), *map(asdict, kind.templates)]
+    facts += [asdict(kind.decoys), tokenizer_fingerprint(setup.tokenizer)]
+    facts += [[book.title, bytes_digest(book.text.encode())] for book in books]
+    path = setup.cache / f"{kind.name}-{length}x{count}-{digest(facts)}.json"
+    try:
+        kept = KeptDocuments.load(path, hint="delete the file; it will be made again")
+    except FileNotFoundError:
+        notes: list[str] = []
+        kept = KeptDocuments.of(_make(kind, setup, books, length, count, notes.append), notes)
+        kept.save(path)
+    for note in kept.notes:
+        setup.note(note)
+    return kept.whole()
+
+
+def _books(setup: Setup) -> Iterator[Book]:
+    return read_books(setup.books, held_out=True if setup.books is None else None)
+
+
+def _make(
+    kind: Kind, setup: Setup, books: Iterable[Book], length: int, count: int, note: Callable[[str], None]
+) -> list[NeedleDocument]:
     around = _around(kind, setup.tokenizer, setup.chat)
     return make_needles(
         setup.tokenizer,
-        read_books(setup.books, held_out=True if setup.books is None else None),
+        books,
         length=length - around,
         count=count,
         seed=setup.seed,
         depth=DEPTHS,
         template=kind.templates,
         decoys=kind.decoys,
-        note=setup.note,
+        note=note,
         around=around,
     )
 
@@ -171,7 +236,7 @@ def check(kind: Kind, setup: Setup) -> None:
     needles.check_length(
         setup.tokenizer, setup.lengths[-1] - around, around=around, templates=kind.templates, decoys=kind.decoys
     )
-    _documents(kind, setup, setup.lengths[0], count=1)
+    _make(kind, setup, _books(setup), setup.lengths[0], 1, setup.note)
 
 
 def run(kind: Kind, setup: Setup, engine: EvaluationEngine) -> SuiteOutcome:
