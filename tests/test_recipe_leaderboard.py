@@ -66,6 +66,17 @@ def test_every_row_asks_for_evaluations_that_exist(recipe):
             assert all(length <= row.length for length in config.lengths)
 
 
+def test_ruler_has_the_tasks_that_fit(recipe):
+    def asked(base, name):
+        return recipe.evaluation("ruler", recipe.BASES[base].row(name))["tasks"]
+
+    assert asked("smollm2", "yarn@32k") == ()
+    short = asked("tinyllama", "yarn@32k")  # at 2k, too, where a question of HotpotQA has no room
+    assert set(recipe.RULER_TASKS) - set(short) == {"qa_2"}
+    assert len(asked("qwen", "yarn@128k")) == 5
+    assert "needles" not in recipe.BASES["qwen"].row("yarn@128k").evaluations
+
+
 def test_every_row_has_a_mix_of_its_length_with_enough_rows(recipe, tmp_path):
     for base, row in all_rows(recipe):
         if row.make is None:
@@ -256,7 +267,8 @@ def test_what_is_left_is_expected_in_seconds(recipe, tmp_path):
     (tmp_path / "paper@32k" / "needles").mkdir(parents=True)
     (tmp_path / "paper@32k" / "needles" / "results.json").write_text("{}")
     assert list(bench.expected("paper@32k")) == [part for part in whole if part != "needles"]
-    assert bench.expected("yarn@128k")["wordings"] > 2 * bench.expected("yarn@32k")["wordings"]
+    longest, shorter = (bench.expected(f"yarn@{k}k")["wordings"] - recipe.FIRST_STEPS for k in (128, 32))
+    assert longest > 4 * shorter
     _, paper, yarn, _ = recipe.expectation(bench, ["paper@32k", "yarn@32k"])
     assert re.match(r"paper@32k: [\d,]+ \(factors \d+, train \d+, wordings \d+, ", paper)
     assert "needles" in yarn

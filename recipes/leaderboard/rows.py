@@ -117,6 +117,9 @@ BOARD = (
     "hellaswag", "piqa", "arc",
 )  # fmt: skip
 """What a leaderboard has as columns."""
+LONGEST_BOARD = 128 * K
+LEFT_OUT = ("needles",)
+"""Where a document takes seconds to read, other wordings say as much."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,6 +329,8 @@ class Training:
 
     steps: int
     batch_rows: int
+    lengths: tuple[int, ...] = ()
+    """To evaluate at."""
     learning_rate: float = LEARNING_RATE
     plan_rows: int | None = None
     """Of the plan; None: as many as are used."""
@@ -372,8 +377,8 @@ class Base:
             seed=seed,
             steps=training.steps if method.make else 0,
             learning_rate=training.learning_rate,
-            evaluations=BOARD,
-            lengths=tuple(self.window // 2 << power for power in range(8)),
+            evaluations=tuple(name for name in BOARD if length < LONGEST_BOARD or name not in LEFT_OUT),
+            lengths=training.lengths,
             batch_rows=rows,
             suffix=suffix,
         )
@@ -397,8 +402,10 @@ BASES: dict[str, Base] = {
         title="SmolLM2-135M-Instruct",
         window=8 * K,
         lengths={
-            32 * K: Training(steps=153, batch_rows=4, plan_rows=640),  # 20M tokens, the same rows as SMOLLM2_ROWS
-            128 * K: Training(steps=60, batch_rows=2),  # 15.7M
+            # 20M tokens, the same rows as SMOLLM2_ROWS
+            32 * K: Training(steps=153, batch_rows=4, plan_rows=640, lengths=(4 * K, 8 * K, 16 * K, 32 * K)),
+            # 15.7M
+            128 * K: Training(steps=60, batch_rows=2, lengths=(8 * K, 32 * K, 128 * K)),
         },
         rows=SMOLLM2_ROWS,
     ),
@@ -406,12 +413,16 @@ BASES: dict[str, Base] = {
     "tinyllama": Base(
         title="TinyLlama-1.1B-Chat, repaired",
         window=2 * K,
-        lengths={32 * K: Training(steps=120, batch_rows=4, learning_rate=1e-4)},  # 15.7M
+        lengths={  # 15.7M tokens
+            32 * K: Training(steps=120, batch_rows=4, learning_rate=1e-4, lengths=(2 * K, 8 * K, 32 * K)),
+        },
         repair=Training(steps=80, batch_rows=64, learning_rate=1e-4),  # 10.5M, in rows of 2k
     ),
     "qwen": Base(
         title="Qwen2.5-Coder-0.5B-Instruct",
         window=32 * K,
-        lengths={128 * K: Training(steps=40, batch_rows=2, learning_rate=1e-4)},  # 10.5M
+        lengths={  # 10.5M tokens
+            128 * K: Training(steps=40, batch_rows=2, learning_rate=1e-4, lengths=(32 * K, 128 * K)),
+        },
     ),
 }

@@ -10,6 +10,7 @@ part is in OUTPUT/<row>.json with the row's scores, cost and factors.
 """
 
 import argparse
+import fcntl
 import json
 import re
 import time
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rows import BASES, BOARD, METHODS, Base, Mix, Row, label
+from rows import BASES, BOARD, METHODS, Base, K, Mix, Row, label
 
 from longrope2 import RescaleFactors, evaluate, rescale, train
 from longrope2.console import roughly, say
@@ -32,6 +33,7 @@ from longrope2.evaluation.config import EvaluationConfig
 from longrope2.evaluation.engine import EvaluationJournal
 from longrope2.evaluation.evaluate import evaluate as run_suites
 from longrope2.evaluation.results import RESULTS
+from longrope2.evaluation.ruler import TASKS as RULER_TASKS
 from longrope2.evaluation.suite import Prompt, TextSpan
 from longrope2.files import atomic_folder, write_json
 from longrope2.models import describe, load, load_tokenizer, skeleton
@@ -56,6 +58,8 @@ MEASURED = {"train": 1.4, "ruler": 2.9, "paper": 1.3, "wide": 4.9}
 """How much longer parts took on SmolLM2 at 32k, alone on an H200, than compute says; the last two are searches."""
 FIRST_STEPS = 30.0
 """Seconds for compiling, loading and saving."""
+FEW_RULER_TASKS = ("niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multivalue", "niah_multiquery")
+"""At 128k: those in which SmolLM2 as it is has more than 20% in its window, but for one that all methods answer."""
 TASKS = {"truthfulqa": "truthfulqa_mc2", "lambada": "lambada_openai", "arc": "arc_easy"}
 ALONE = World(process=0, num_processes=1, local_process=0)
 NEEDLES = {"needles": "niah", "wordings": "niah_wordings", "multikey": "niah_multikey", "multivalue": "niah_multivalue"}
@@ -64,7 +68,6 @@ NEEDLES = {"needles": "niah", "wordings": "niah_wordings", "multikey": "niah_mul
 def evaluation(name: str, row: Row) -> dict[str, Any]:
     """Options of `longrope2 evaluate`."""
     lengths = tuple(length for length in row.lengths if length <= row.length)
-    few = 10 if row.length >= RECOMPUTED else 20
     match name:
         case "needles" | "multikey" | "multivalue":
             return {"suites": [NEEDLES[name]], "lengths": lengths, "samples": 10}
@@ -75,14 +78,22 @@ def evaluation(name: str, row: Row) -> dict[str, Any]:
         case "longppl":
             return {"suites": ["longppl"], "lengths": lengths, "samples": 20}
         case "ruler":
-            return {"suites": ["ruler"], "lengths": lengths, "samples": few}
+            return {"suites": ["ruler"], "lengths": lengths, "samples": 20, "tasks": ruler_tasks(row)}
         case "babilong":
-            return {"suites": ["babilong"], "lengths": lengths, "samples": 2 * few}
+            return {"suites": ["babilong"], "lengths": lengths, "samples": 20 if row.length >= RECOMPUTED else 40}
         case "mmlu":  # of each of its 57 subjects
             return {"suites": ["short"], "tasks": ("mmlu",), "samples": 40}
         case "lambada" | "piqa" | "arc":  # all of it
             return {"suites": ["short"], "tasks": (TASKS.get(name, name),)}
     return {"suites": ["short"], "tasks": (TASKS.get(name, name),), "samples": 2000}
+
+
+def ruler_tasks(row: Row) -> tuple[str, ...]:
+    """All, where nothing speaks against it."""
+    if row.length >= RECOMPUTED:
+        return FEW_RULER_TASKS
+    no_room = {"qa_2"} if min(row.lengths) < 4 * K else set()  # some of its questions take more than 2k tokens
+    return tuple(task for task in RULER_TASKS if task not in no_room) if no_room else ()
 
 
 class Silent:
@@ -271,9 +282,12 @@ class Bench:
             elif part in row.evaluations:
                 self.measure(name, model, part)
         found = [self.output / name / which / RESULTS for which in row.evaluations]
-        results = [EvaluationRecord.load(path) for path in found if path.exists()]
-        if results:
-            write_json(self.output / f"{name}.json", self._summary(name, results))
+        self.output.mkdir(parents=True, exist_ok=True)
+        with (self.output / f".{name}.lock").open("w") as lock:  # parts of a row may end at the same time
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            results = [EvaluationRecord.load(path) for path in found if path.exists()]
+            if results:
+                write_json(self.output / f"{name}.json", self._summary(name, results))
 
     def expected(self, name: str) -> dict[str, float]:
         """Seconds on one H200 of each part of a row that is not done: rough, from compute."""

@@ -82,6 +82,16 @@ def test_too_few_questions_are_known_before_the_model_is_loaded(tmp_path, sample
         ruler.check(setup_of(tmp_path, "qa_1", samples=samples, data=tmp_path))
 
 
+def test_a_later_question_without_room_is_known_before_the_model_is_loaded(tmp_path):
+    """HotpotQA's questions have ten documents each, some of which take more than 2k tokens together."""
+    contexts = [[["Title", ["Few words."]]], [["Other", ["Many words. " * 300]]]]
+    rows = [{"question": "Who?", "answer": "He", "context": context} for context in contexts]
+    (tmp_path / "hotpotqa.json").write_text(json.dumps(rows))
+    ruler.check(setup_of(tmp_path, "qa_2", samples=1, data=tmp_path))
+    with pytest.raises(DataError, match=r"qa_2 at 960 tokens: a sample takes at least 1,[\d,]+ tokens"):
+        ruler.check(setup_of(tmp_path, "qa_2", data=tmp_path))
+
+
 def test_nothing_to_run_is_an_error(tmp_path):
     with pytest.raises(DataError, match=r"nothing of RULER can be run: qa_2 needs HotpotQA's") as caught:
         ruler.run(setup_of(tmp_path, "qa_2"), Knowing(set()))

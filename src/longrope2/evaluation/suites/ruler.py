@@ -14,6 +14,8 @@ from longrope2.evaluation.suite import Sample, Setup, Suite, SuiteOutcome, answe
 
 NAME = "ruler"
 COUNT = 100
+SHORTEST = 4096
+"""The least length that RULER was published with."""
 ESSAYS = ("PaulGrahamEssays.json",)
 WORDS = ("english_words.json",)
 QUESTIONS = {
@@ -68,11 +70,13 @@ def find_sources(setup: Setup) -> Sources:
 def check(setup: Setup) -> None:
     """Refuse a length without room for a sample of some task, and files of another kind or with too few questions."""
     sources = find_sources(setup)
-    length = setup.trial.lengths[-1]
+    length, count = setup.trial.lengths[-1], setup.samples or COUNT
     for task in sources.tasks:
         file = sources.qa_files.get(task)
-        check_request(task, length=length, count=setup.samples or COUNT, qa_file=file)
-        make_samples(task, length=length, count=1, qa_file=file, **sources.options)
+        check_request(task, length=length, count=count, qa_file=file)
+        # A question may have longer documents than the first one; all of them have room in RULER's own lengths.
+        tried = count if file is not None and length < SHORTEST else 1
+        make_samples(task, length=length, count=tried, qa_file=file, **sources.options)
 
 
 def run(setup: Setup, engine: EvaluationEngine) -> SuiteOutcome:
