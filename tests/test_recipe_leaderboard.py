@@ -157,11 +157,12 @@ def test_sources_of_a_mix_are_made_and_put_in_place(recipe, rows, tmp_path, monk
 
 
 def test_searches_are_ones_that_can_be_made(rows, bench, monkeypatch):
-    made = []
-    monkeypatch.setattr(rows, "search_factors", lambda model, length, folder, **options: made.append(options))
-    for name in ("longrope", "paper", "wide", "plain", "all", "paper-64k", "wide-64k", "longrope@128k", "wide@128k"):
+    made, warm = [], replace(longrope2.rescale("tiny", "yarn", 1024), long_attention_factor=1.2)
+    monkeypatch.setattr(rows, "search_factors", lambda model, length, folder, **options: made.append(options) or warm)
+    names = ("longrope", "paper", "wide", "plain", "all", "paper-64k", "wide-64k", "longrope@128k", "wide@128k")
+    for name in (*names, "released-cold@32k"):
         row = bench.family.row(name)
-        row.make(bench, row, Path("f"))
+        assert row.make(bench, row, Path("f")).long_attention_factor == (1.0 if "cold" in name else 1.2)
         assert made[-1] == {"books": str(bench.data / "books" / "search"), **rows.SEARCH, **row.make.needs["search"]}
         assert search_config(target_length=row.length, **made[-1]).problems() == []
 

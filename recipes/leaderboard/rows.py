@@ -48,12 +48,13 @@ def closed(method: str, *, cold: bool = False, **options: Any) -> Make:
     return needing(make, "paper" if method.endswith("-rcd") else None)
 
 
-def searched(**options: Any) -> Make:
-    """What `longrope2 search` finds on books that nothing is measured on."""
+def searched(*, cold: bool = False, **options: Any) -> Make:
+    """What `longrope2 search` finds on books that nothing is measured on; cold: trained at temperature 1."""
 
     def make(bench: "Bench", row: Row, folder: Path) -> RescaleFactors:
         books = str(bench.data / "books" / "search")
-        return search_factors(bench.base, row.length, folder / "search", books=books, **(SEARCH | options))
+        factors = search_factors(bench.base, row.length, folder / "search", books=books, **(SEARCH | options))
+        return replace(factors, **COLD) if cold else factors
 
     return needing(make, search=options)
 
@@ -318,6 +319,10 @@ METHODS: dict[str, Method] = {
     "drope": Method(title="DroPE", make=closed("drope"), in_window=True, **SINGLE),
     "paper": Method(title="LongRoPE2", make=searched()),
     "switched": Method(title="LongRoPE2, calibrated switch", make=calibrated("paper")),
+    "released-cold": Method(
+        title="LongRoPE2, searched at the released temperature, trained at 1",
+        make=searched(cold=True, attention_factor="released"),
+    ),
     "wide": Method(title="LongRoPE2 (wide)", make=searched(space="wide")),
     "wide-cold": Method(title="LongRoPE2 (wide), trained at temperature 1", make=same_as("wide", **COLD)),
 }
