@@ -84,12 +84,26 @@ def test_batches_are_of_one_length_and_the_longest_come_first():
     assert plan_answers(samples[7:], batch_tokens=8, batch_rows=3) == [[0], [1], [2]]
 
 
+def test_a_batch_does_not_wait_for_another_kind_of_answer():
+    """Of 13 tasks of RULER five end early; in batches of all tasks, each step would still run for them."""
+    new = {"a": 128, "b": 30, "c": 128, "d": 30}
+    samples = [sample(task, task=task, new_tokens=new[task]) for task in "abcd" for _ in range(4)]
+    batches = plan_answers(samples, batch_tokens=1000, batch_rows=4)
+    assert [{samples[index].max_new_tokens for index in batch} for batch in batches] == [{128}, {128}, {30}, {30}]
+
+
 def test_more_samples_leave_earlier_batches_alone():
     def keys(count):
-        samples = [sample(f"{task}{index}", task=task, index=index) for task in "ab" for index in range(count)]
+        samples = [
+            sample(f"{task}{index}", task=task, index=index, new_tokens=new)
+            for task, new in (("a", 8), ("b", 8), ("c", 4))
+            for index in range(count)
+        ]
         return [[samples[index].key for index in batch] for batch in plan_answers(samples, 60, 3)]
 
-    assert keys(12)[:4] == keys(6)
+    known, more = keys(6), keys(12)
+    assert [batch for batch in more if batch in known] == known
+    assert len(more) == 2 * len(known)
 
 
 def test_spans_of_like_length_share_a_forward():

@@ -211,17 +211,19 @@ class EvaluationEngine:
 
 
 def plan_answers(samples: Sequence[Sample], batch_tokens: int, batch_rows: int) -> list[list[int]]:
-    """Indices of samples that share a batch: of one length, as many as fit; longest first.
+    """Indices of samples that share a batch: of one length and of answers as long, as many as fit; longest first.
 
-    Longest first, so that memory runs out at once or never. All tasks' first samples come before their second ones, so
-    that more samples change no batch that is known already, except the last.
+    Longest first, so that memory runs out at once or never. A batch runs until its longest answer is there. All tasks'
+    first samples come before their second ones, so that more samples change no batch that is known already, except the
+    last of its kind.
     """
-    by_length: dict[int, list[int]] = {}
+    alike: dict[tuple[int, int], list[int]] = {}
     for index in sorted(range(len(samples)), key=lambda index: samples[index].index):
-        by_length.setdefault(samples[index].length, []).append(index)
+        sample = samples[index]
+        alike.setdefault((sample.length, sample.max_new_tokens), []).append(index)
     batches = []
-    for length in sorted(by_length, reverse=True):
-        indices, rows = by_length[length], min(max(1, batch_tokens // length), batch_rows)
+    for kind in sorted(alike, reverse=True):
+        indices, rows = alike[kind], min(max(1, batch_tokens // kind[0]), batch_rows)
         batches += [indices[begin : begin + rows] for begin in range(0, len(indices), rows)]
     return batches
 
