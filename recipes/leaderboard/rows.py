@@ -118,9 +118,8 @@ BOARD = (
     "hellaswag", "piqa", "arc",
 )  # fmt: skip
 """What a leaderboard has as columns."""
-LONGEST_BOARD = 128 * K
-LEFT_OUT = ("needles",)
-"""Where a document takes seconds to read, other wordings say as much."""
+FAR = 128 * K
+"""From here on reading a document takes seconds, and less is asked: other wordings say as much as the paper's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -382,7 +381,7 @@ class Base:
             seed=seed,
             steps=training.steps if method.make else 0,
             learning_rate=training.learning_rate,
-            evaluations=tuple(name for name in BOARD if length < LONGEST_BOARD or name not in LEFT_OUT),
+            evaluations=tuple(name for name in BOARD if length < FAR or name != "needles"),
             lengths=training.lengths,
             batch_rows=rows,
             suffix=suffix,

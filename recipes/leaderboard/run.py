@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rows import BASES, BOARD, METHODS, Base, K, Mix, Row, label
+from rows import BASES, BOARD, FAR, METHODS, Base, K, Mix, Row, label
 
 from longrope2 import RescaleFactors, evaluate, rescale, train
 from longrope2.console import roughly, say
@@ -59,7 +59,7 @@ MEASURED = {"train": 1.4, "ruler": 2.9, "paper": 1.3, "wide": 4.9}
 FIRST_STEPS = 30.0
 """Seconds for compiling, loading and saving."""
 FEW_RULER_TASKS = ("niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multivalue", "niah_multiquery")
-"""At 128k: those in which SmolLM2 as it is has more than 20% in its window, but for one that all methods answer."""
+"""From FAR on: those in which SmolLM2 as it is has more than 20% in its window, but for one that all methods answer."""
 TASKS = {"truthfulqa": "truthfulqa_mc2", "lambada": "lambada_openai", "arc": "arc_easy"}
 ALONE = World(process=0, num_processes=1, local_process=0)
 NEEDLES = {"needles": "niah", "wordings": "niah_wordings", "multikey": "niah_multikey", "multivalue": "niah_multivalue"}
@@ -80,7 +80,7 @@ def evaluation(name: str, row: Row) -> dict[str, Any]:
         case "ruler":
             return {"suites": ["ruler"], "lengths": lengths, "samples": 20, "tasks": ruler_tasks(row)}
         case "babilong":
-            return {"suites": ["babilong"], "lengths": lengths, "samples": 20 if row.length >= RECOMPUTED else 40}
+            return {"suites": ["babilong"], "lengths": lengths, "samples": 20 if row.length >= FAR else 40}
         case "mmlu":  # of each of its 57 subjects
             return {"suites": ["short"], "tasks": ("mmlu",), "samples": 40}
         case "lambada" | "piqa" | "arc":  # all of it
@@ -90,10 +90,11 @@ def evaluation(name: str, row: Row) -> dict[str, Any]:
 
 def ruler_tasks(row: Row) -> tuple[str, ...]:
     """All, where nothing speaks against it."""
-    if row.length >= RECOMPUTED:
+    if row.length >= FAR:
         return FEW_RULER_TASKS
-    no_room = {"qa_2"} if min(row.lengths) < 4 * K else set()  # some of its questions take more than 2k tokens
-    return tuple(task for task in RULER_TASKS if task not in no_room) if no_room else ()
+    if min(row.lengths) < 4 * K:  # some questions of qa_2 take more than 2k tokens
+        return tuple(task for task in RULER_TASKS if task != "qa_2")
+    return ()
 
 
 class Silent:
