@@ -61,8 +61,7 @@ def all_rows(recipe):
 def test_every_row_asks_for_evaluations_that_exist(recipe):
     for _, row in all_rows(recipe):
         for name in row.evaluations:
-            options = recipe.evaluation(name, row)
-            config = EvaluationConfig(**{**options, "suites": tuple(options["suites"])})
+            config = EvaluationConfig(**recipe.evaluation(name, row))
             assert all(length <= row.length for length in config.lengths)
 
 
@@ -160,11 +159,14 @@ def test_searches_are_ones_that_can_be_made(rows, bench, monkeypatch):
     made, warm = [], replace(longrope2.rescale("tiny", "yarn", 1024), long_attention_factor=1.2)
     monkeypatch.setattr(rows, "search_factors", lambda model, length, folder, **options: made.append(options) or warm)
     names = ("longrope", "paper", "wide", "plain", "all", "paper-64k", "wide-64k", "longrope@128k", "wide@128k")
-    for name in (*names, "released-cold@32k"):
+    for name in (*names, "released@32k"):
         row = bench.family.row(name)
-        assert row.make(bench, row, Path("f")).long_attention_factor == (1.0 if "cold" in name else 1.2)
+        assert row.make(bench, row, Path("f")).long_attention_factor == 1.2
         assert made[-1] == {"books": str(bench.data / "books" / "search"), **rows.SEARCH, **row.make.needs["search"]}
         assert search_config(target_length=row.length, **made[-1]).problems() == []
+    cold = bench.family.row("released-cold@32k")
+    assert cold.make(bench, cold, Path("f")).long_attention_factor == 1.0
+    assert made[-1]["attention_factor"] == "released"
 
 
 def test_a_row_is_what_its_folder_holds(recipe, bench, tmp_path, monkeypatch):
@@ -293,7 +295,7 @@ def small(recipe, rows, tmp_path, monkeypatch):
     def evaluation(name, row):
         kinds = {**recipe.NEEDLES, **dict.fromkeys(recipe.TASKS, "short"), "hellaswag": "short", "piqa": "short"}
         lengths = (256,) if name == "needles" else (256, row.length)
-        return {"suites": [kinds.get(name, name)], "lengths": lengths, "samples": 1 if name in recipe.NEEDLES else 2}
+        return {"suites": (kinds.get(name, name),), "lengths": lengths, "samples": 1 if name in recipe.NEEDLES else 2}
 
     monkeypatch.setattr(recipe, "evaluation", evaluation)
     family = rows.Base(

@@ -48,13 +48,12 @@ def closed(method: str, *, cold: bool = False, **options: Any) -> Make:
     return needing(make, "paper" if method.endswith("-rcd") else None)
 
 
-def searched(*, cold: bool = False, **options: Any) -> Make:
-    """What `longrope2 search` finds on books that nothing is measured on; cold: trained at temperature 1."""
+def searched(**options: Any) -> Make:
+    """What `longrope2 search` finds on books that nothing is measured on."""
 
     def make(bench: "Bench", row: Row, folder: Path) -> RescaleFactors:
         books = str(bench.data / "books" / "search")
-        factors = search_factors(bench.base, row.length, folder / "search", books=books, **(SEARCH | options))
-        return replace(factors, **COLD) if cold else factors
+        return search_factors(bench.base, row.length, folder / "search", books=books, **(SEARCH | options))
 
     return needing(make, search=options)
 
@@ -318,9 +317,9 @@ METHODS: dict[str, Method] = {
     "drope": Method(title="DroPE", make=closed("drope"), in_window=True, **SINGLE),
     "paper": Method(title="LongRoPE2", make=searched()),
     "switched": Method(title="LongRoPE2, calibrated switch", make=calibrated("paper")),
+    "released": Method(title="LongRoPE2, released temperature", make=searched(attention_factor="released")),
     "released-cold": Method(
-        title="LongRoPE2, searched at the released temperature, trained at 1",
-        make=searched(cold=True, attention_factor="released"),
+        title="LongRoPE2, searched at the released temperature, trained at 1", make=same_as("released", **COLD)
     ),
     "wide": Method(title="LongRoPE2 (wide)", make=searched(space="wide")),
     "wide-cold": Method(title="LongRoPE2 (wide), trained at temperature 1", make=same_as("wide", **COLD)),

@@ -70,22 +70,22 @@ def evaluation(name: str, row: Row) -> dict[str, Any]:
     lengths = tuple(length for length in row.lengths if length <= row.length)
     match name:
         case "needles" | "multikey" | "multivalue":
-            return {"suites": [NEEDLES[name]], "lengths": lengths, "samples": 10}
+            return {"suites": (NEEDLES[name],), "lengths": lengths, "samples": 10}
         case "wordings":  # five of each wording at each depth
-            return {"suites": [NEEDLES[name]], "lengths": lengths, "samples": 20}
+            return {"suites": (NEEDLES[name],), "lengths": lengths, "samples": 20}
         case "perplexity":
-            return {"suites": ["perplexity"], "tasks": ("full",), "lengths": lengths, "samples": 20}
+            return {"suites": ("perplexity",), "tasks": ("full",), "lengths": lengths, "samples": 20}
         case "longppl":
-            return {"suites": ["longppl"], "lengths": lengths, "samples": 20}
+            return {"suites": ("longppl",), "lengths": lengths, "samples": 20}
         case "ruler":
-            return {"suites": ["ruler"], "lengths": lengths, "samples": 20, "tasks": ruler_tasks(row)}
+            return {"suites": ("ruler",), "lengths": lengths, "samples": 20, "tasks": ruler_tasks(row)}
         case "babilong":
-            return {"suites": ["babilong"], "lengths": lengths, "samples": 20 if row.length >= FAR else 40}
+            return {"suites": ("babilong",), "lengths": lengths, "samples": 20 if row.length >= FAR else 40}
         case "mmlu":  # of each of its 57 subjects
-            return {"suites": ["short"], "tasks": ("mmlu",), "samples": 40}
+            return {"suites": ("short",), "tasks": ("mmlu",), "samples": 40}
         case "lambada" | "piqa" | "arc":  # all of it
-            return {"suites": ["short"], "tasks": (TASKS.get(name, name),)}
-    return {"suites": ["short"], "tasks": (TASKS.get(name, name),), "samples": 2000}
+            return {"suites": ("short",), "tasks": (TASKS.get(name, name),)}
+    return {"suites": ("short",), "tasks": (TASKS.get(name, name),), "samples": 2000}
 
 
 def ruler_tasks(row: Row) -> tuple[str, ...]:
@@ -257,8 +257,8 @@ class Bench:
         backend = Silent(load_tokenizer(describe(model)), window=row.length)
         for which in row.evaluations:
             if which in ("ruler", *NEEDLES) and (only is None or which in only):
-                options = {**evaluation(which, row), "books": str(self.data / "books" / "validation")}
-                config = EvaluationConfig(**{**options, "suites": tuple(options["suites"]), "data": str(self.data)})
+                books = str(self.data / "books" / "validation")
+                config = EvaluationConfig(**evaluation(which, row), books=books, data=str(self.data))
                 journal = EvaluationJournal(None, {})
                 run_suites(backend, config, model, journal, ALONE, cache=self.output / "samples")
 
@@ -323,8 +323,7 @@ class Bench:
             if which in SHORT_TOKENS:
                 yield which, FIRST_STEPS + 10 * shape.linear_flops(SHORT_TOKENS[which]) / machine.matmul
             else:
-                options = evaluation(which, row)
-                config = EvaluationConfig(**{**options, "suites": tuple(options["suites"]), "beyond_window": True})
+                config = EvaluationConfig(**evaluation(which, row), beyond_window=True)
                 seconds = evaluation_needs(config, row.length, shape, machine).seconds or 0.0
                 yield which, FIRST_STEPS + MEASURED.get(which, 1.0) * seconds
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from longrope2.evaluation.suite import Suite
 
 SHORTEST = 4096
+"""Of the lengths that suites have by default, as in RULER."""
 LARGEST_SEED = 2**32 - 1
 """Of numpy's old generator, with which RULER draws."""
 

@@ -222,8 +222,8 @@ def plan_answers(samples: Sequence[Sample], batch_tokens: int, batch_rows: int) 
         sample = samples[index]
         alike.setdefault((sample.length, sample.max_new_tokens), []).append(index)
     batches = []
-    for kind in sorted(alike, reverse=True):
-        indices, rows = alike[kind], min(max(1, batch_tokens // kind[0]), batch_rows)
+    for (length, _), indices in sorted(alike.items(), reverse=True):
+        rows = min(max(1, batch_tokens // length), batch_rows)
         batches += [indices[begin : begin + rows] for begin in range(0, len(indices), rows)]
     return batches
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from longrope2.errors import DataError
+from longrope2.evaluation.config import SHORTEST
 from longrope2.evaluation.engine import EvaluationEngine
 from longrope2.evaluation.results import with_averages
 from longrope2.evaluation.ruler import TASKS, make_all, make_samples, score, unavailable
@@ -14,8 +15,6 @@ from longrope2.evaluation.suite import Sample, Setup, Suite, SuiteOutcome, answe
 
 NAME = "ruler"
 COUNT = 100
-SHORTEST = 4096
-"""The least length that RULER was published with."""
 ESSAYS = ("PaulGrahamEssays.json",)
 WORDS = ("english_words.json",)
 QUESTIONS = {
@@ -74,7 +73,7 @@ def check(setup: Setup) -> None:
     for task in sources.tasks:
         file = sources.qa_files.get(task)
         check_request(task, length=length, count=count, qa_file=file)
-        # A question may have longer documents than the first one; all of them have room in RULER's own lengths.
+        # A question may have longer documents than the first one; all of them have room from the usual lengths on.
         tried = count if file is not None and length < SHORTEST else 1
         make_samples(task, length=length, count=tried, qa_file=file, **sources.options)
 
