@@ -4,14 +4,14 @@
     python benchmarks/packing.py --length 1k --tiny  # on a CPU, to try the program
 
 Forward and backward of the heads of three models, random values; milliseconds and TFLOP/s, backward counted as 2.5
-forwards. Documents go together, each by itself, or by size: those of --alone tokens and more by themselves.
+forwards. Documents go together, each by itself, or as training chooses for the row.
 """
 
 import random
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from common import arguments, report, synchronize
 from shapes import DEVICE
 from torch import Tensor
 
-from longrope2.attention import causal_attention, one_by_one
+from longrope2.attention import one_by_one, packed_attention
 from longrope2.kernels import Heads, varlen_attention
 from longrope2.options import parse_length
 
@@ -35,22 +35,6 @@ def ends_of(length: int, document: int | None) -> list[int]:
     while ends[-1] < length:
         ends.append(min(ends[-1] + rng.randint(length // 1024, length // 16), length))
     return ends
-
-
-def by_size(query: Tensor, key: Tensor, value: Tensor, *, ends: Sequence[int], scale: float, alone: int) -> Tensor:
-    """Long documents by themselves, the others in one kernel."""
-    sizes = [stop - start for start, stop in pairwise(ends)]
-    pieces = list(zip(*(x.split(sizes, dim=2) for x in (query, key, value)), strict=True))
-    short = [index for index, size in enumerate(sizes) if size < alone]
-    outputs = {
-        index: causal_attention(*pieces[index], scale=scale) for index, size in enumerate(sizes) if size >= alone
-    }
-    if short:
-        together = [torch.cat(parts, dim=2) for parts in zip(*(pieces[index] for index in short), strict=True)]
-        within = list(accumulate((sizes[index] for index in short), initial=0))
-        found = varlen_attention(*together, within, scale).split([sizes[index] for index in short], dim=2)
-        outputs |= dict(zip(short, found, strict=True))
-    return torch.cat([outputs[index] for index in range(len(sizes))], dim=2)
 
 
 def milliseconds(attend: Callable[..., Tensor], tensors: Sequence[Tensor], *, training: bool) -> float:
@@ -75,7 +59,6 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--length", default="128k")
     parser.add_argument("--documents", default="1k,2k,4k,8k", help="tokens of a document, besides mixed ones")
-    parser.add_argument("--alone", default="2k,4k", help="by size: tokens from which a document goes by itself")
     parser.add_argument("--tiny", action="store_true", help="few heads, and documents by themselves alone")
     options = parser.parse_args()
     length = parse_length(options.length)
@@ -92,10 +75,7 @@ def main() -> None:
             ways: dict[str, Callable[..., Tensor]] = {"by themselves": partial(one_by_one, ends=ends, scale=scale)}
             if not options.tiny:
                 ways["together"] = partial(varlen_attention, ends=ends, scale=scale)
-                for text in options.alone.split(",") if document is None else ():
-                    ways[f"from {text} by themselves"] = partial(
-                        by_size, ends=ends, scale=scale, alone=parse_length(text)
-                    )
+                ways["chosen"] = partial(packed_attention, boundaries=[ends], scale=scale)
             for way, attend in ways.items():
                 forward = milliseconds(attend, tensors, training=False)
                 both = milliseconds(attend, tensors, training=True)
@@ -109,8 +89,9 @@ def main() -> None:
         point["way"]: point["both_ms"] for point in points if (point["shape"], point["document"]) == (shape, "mixed")
     }
     report(
-        options, name="packing", value=found["by themselves"], unit="milliseconds", peer="all documents in one kernel",
-        peer_value=found.get("together", found["by themselves"]), length=length, shape=shape, points=points,
+        options, name="packing", value=found.get("chosen", found["by themselves"]), unit="milliseconds",
+        peer="all documents in one kernel", peer_value=found.get("together", found["by themselves"]),
+        length=length, shape=shape, points=points,
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import torch
 
 from conftest import FAMILY_OPTIONS, family_model
 from longrope2 import attention, kernels
-from longrope2.attention import TrailingQueries, causal_attention, our_attention
+from longrope2.attention import TrailingQueries, causal_attention, our_attention, share_a_kernel
 from longrope2.errors import LongRopeError
 from longrope2.kernels import TORCH_KERNEL, Heads, Kernel, choose_continued, choose_kernel, reference_attention
 
@@ -104,6 +104,19 @@ def test_a_kernel_is_chosen_for_training_where_anything_learns(learning, monkeyp
     tensors[learning].requires_grad_()
     causal_attention(*tensors, scale=1.0)
     assert asked == [False, True]
+
+
+def test_short_documents_share_a_kernel_and_long_ones_have_one_each(monkeypatch):
+    monkeypatch.setattr(attention, "varlen_agrees", lambda heads, training: True)
+    heads = Heads(torch.device("cuda"), torch.bfloat16, 9, 3, 64)
+    rows = {size: list(range(0, 2**17 + 1, size)) for size in (512, 2048, 4096, 8192)}
+    assert [share_a_kernel(ends, heads, training=True) for ends in rows.values()] == [True, True, False, False]
+    assert not share_a_kernel([0, 2**17], heads, training=True)
+    assert not share_a_kernel([0, 100], heads, training=True)  # a single one has nobody to share with
+    wide = Heads(torch.device("cuda"), torch.bfloat16, 32, 8, 128)
+    assert not share_a_kernel(rows[2048], wide, training=True)
+    monkeypatch.setattr(attention, "varlen_agrees", lambda heads, training: False)
+    assert not share_a_kernel(rows[512], heads, training=True)
 
 
 def test_key_heads_are_repeated_for_kernels_that_need_it():

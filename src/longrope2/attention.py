@@ -29,6 +29,9 @@ from longrope2.kernels import (
 )
 
 NAME = "longrope2"
+LAUNCH_FLOPS = 8 * 10**9
+"""Of attention forward: below this many a document, starting a kernel for each costs more than the faster kernel saves
+(three shapes of heads on an H200, benchmarks/packing.py)."""
 
 
 def causal_attention(
@@ -70,11 +73,18 @@ def packed_attention(
     for row, ends in enumerate(boundaries):
         q, k, v = query[row : row + 1], key[row : row + 1], value[row : row + 1]
         plain = all(option is None for option in options.values())
-        if len(ends) > 2 and plain and q.is_cuda and varlen_agrees(Heads.of(q, k), training=_learns(q, k, v)):
+        if plain and q.is_cuda and share_a_kernel(ends, Heads.of(q, k), training=_learns(q, k, v)):
             rows.append(varlen_attention(q, k, v, ends, scale))
         else:
             rows.append(one_by_one(q, k, v, ends, scale=scale, **options))
     return torch.cat(rows)
+
+
+def share_a_kernel(ends: Sequence[int], heads: Heads, *, training: bool) -> bool:
+    """Whether the documents of a row are better off in the one kernel for packed rows than in a faster one for each."""
+    sizes = [stop - start for start, stop in pairwise(ends)]
+    flops = 2 * heads.num_heads * heads.head_dim * sum(size**2 for size in sizes)
+    return len(sizes) > 1 and flops < LAUNCH_FLOPS * len(sizes) and varlen_agrees(heads, training=training)
 
 
 def one_by_one(

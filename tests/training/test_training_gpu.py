@@ -1,13 +1,16 @@
 """On a GPU: the kernels of training, bfloat16 over float32 master weights, recomputing, resuming."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from test_training_loop import ALONE, row
 from training_samples import make_sample
 
 from conftest import family_model
-from longrope2 import pieces
-from longrope2.kernels import Heads, agrees, choose_kernel, varlen_agrees
+from longrope2 import attention, pieces
+from longrope2.attention import packed_attention
+from longrope2.kernels import Heads, agrees, choose_kernel, reference_attention, varlen_agrees
 from longrope2.training import host, optimizer
 from longrope2.training.config import LEVELS, TrainConfig
 from longrope2.training.log import LOG, read_steps
@@ -26,6 +29,22 @@ def test_the_chosen_kernel_is_right_in_both_directions(heads, kv_heads, size):
     assert kernel.name in ("cudnn", "flash")
     assert agrees(kernel, of, training=True)
     assert varlen_agrees(of, training=True)
+
+
+@pytest.mark.parametrize("launch_flops", [0, 10**15], ids=["a kernel each", "one kernel"])
+def test_packed_documents_are_those_of_the_reference(launch_flops, monkeypatch):
+    monkeypatch.setattr(attention, "LAUNCH_FLOPS", launch_flops)
+    ends, scale = [0, 1200, 1201, 1700, 4000, 4100], 64**-0.5
+    tensors = [x.requires_grad_() for x in Heads(torch.device("cuda"), torch.bfloat16, 9, 3, 64).random(ends[-1])]
+    output = packed_attention(*tensors, [ends], scale=scale)
+    exact = [x.detach().double().requires_grad_() for x in tensors]
+    pieces = [[x[:, :, start:stop] for x in exact] for start, stop in pairwise(ends)]
+    reference = torch.cat([reference_attention(*piece, scale=scale) for piece in pieces], dim=2)
+    upstream = torch.randn_like(output)
+    mine = [output, *torch.autograd.grad(output, tensors, upstream)]
+    expected = [reference, *torch.autograd.grad(reference, exact, upstream.double())]
+    for ours, true in zip(mine, expected, strict=True):
+        assert float((ours - true).norm() / true.norm()) < 1e-2
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
