@@ -7,7 +7,7 @@ import torch
 
 from conftest import FAMILY_OPTIONS, family_model
 from longrope2 import attention, kernels
-from longrope2.attention import TrailingQueries, causal_attention, our_attention, share_a_kernel
+from longrope2.attention import TrailingQueries, causal_attention, one_by_one, our_attention, share_a_kernel
 from longrope2.errors import LongRopeError
 from longrope2.kernels import TORCH_KERNEL, Heads, Kernel, choose_continued, choose_kernel, reference_attention
 
@@ -110,13 +110,48 @@ def test_short_documents_share_a_kernel_and_long_ones_have_one_each(monkeypatch)
     monkeypatch.setattr(attention, "varlen_agrees", lambda heads, training: True)
     heads = Heads(torch.device("cuda"), torch.bfloat16, 9, 3, 64)
     rows = {size: list(range(0, 2**17 + 1, size)) for size in (512, 2048, 4096, 8192)}
-    assert [share_a_kernel(ends, heads, training=True) for ends in rows.values()] == [True, True, False, False]
+    assert [share_a_kernel(ends, heads, training=True) for ends in rows.values()] == [True, True, True, False]
     assert not share_a_kernel([0, 2**17], heads, training=True)
     assert not share_a_kernel([0, 100], heads, training=True)  # a single one has nobody to share with
     wide = Heads(torch.device("cuda"), torch.bfloat16, 32, 8, 128)
     assert not share_a_kernel(rows[2048], wide, training=True)
     monkeypatch.setattr(attention, "varlen_agrees", lambda heads, training: False)
     assert not share_a_kernel(rows[512], heads, training=True)
+
+
+def test_texts_are_padded_for_a_kernel_that_prepares_for_each_length(monkeypatch):
+    """Outputs and gradients are those without: of documents of one token, of whole steps, and between."""
+    ends, scale, lengths = [0, 1, 17, 33, 40, 72, 100], 0.25, []
+
+    class Preparing(Kernel):
+        def missing(self, length):
+            return -length % 16
+
+        def __call__(self, query, *rest, **options):
+            lengths.append(query.shape[2])
+            return super().__call__(query, *rest, **options)
+
+    q, k, v = (x.requires_grad_() for x in Heads(torch.device("cpu"), torch.float32, 4, 2, 16).random(ends[-1]))
+    upstream = torch.randn(1, 4, ends[-1], 16)
+
+    def results():
+        output = one_by_one(q, k, v, ends, scale=scale)
+        return [output, *torch.autograd.grad(output, (q, k, v), upstream)]
+
+    plain = results()
+    monkeypatch.setattr(attention, "choose_kernel", lambda _, training: Preparing("preparing", None, grouped=True))
+    for ours, true in zip(results(), plain, strict=True):
+        torch.testing.assert_close(ours, true, rtol=1e-5, atol=1e-6)
+    assert lengths == [16, 16, 16, 16, 32, 32]
+
+
+def test_only_cudnn_is_run_at_few_lengths():
+    found = {
+        name: [Kernel(name, backend, grouped=True).missing(length) for length in (1, 64, 1000, 1024, 1025, 32_768)]
+        for name, backend in kernels.BACKENDS.items()
+    }
+    assert found.pop("cudnn") == [63, 0, 24, 0, 255, 0]
+    assert not any(map(sum, found.values()))
 
 
 def test_key_heads_are_repeated_for_kernels_that_need_it():

@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from longrope2.errors import LongRopeError
@@ -29,7 +30,7 @@ from longrope2.kernels import (
 )
 
 NAME = "longrope2"
-LAUNCH_FLOPS = 8 * 10**9
+LAUNCH_FLOPS = 32 * 10**9
 """Of attention forward: below this many a document, starting a kernel for each costs more than the faster kernel saves
 (three shapes of heads on an H200, benchmarks/packing.py)."""
 
@@ -59,6 +60,9 @@ def causal_attention(
         block = max(window, QUERY_BLOCK) if slides and window else QUERY_BLOCK
         return by_blocks(query, key, block, window, _masked(key, value, scale))
     kernel = choose_kernel(Heads.of(query, key), training=_learns(query, key, value))
+    if missing := kernel.missing(num_keys):  # zeros at the end, which nothing before them sees
+        query, key, value = (F.pad(x, (0, 0, 0, missing)) for x in (query, key, value))
+        return kernel(query, key, value, scale, is_causal=True)[:, :, :num_keys]
     return kernel(query, key, value, scale, is_causal=True)
 
 
@@ -70,9 +74,9 @@ def packed_attention(
     The work is that of the documents, not of the row: a mask would only hide it.
     """
     rows = []
+    plain = all(option is None for option in options.values())
     for row, ends in enumerate(boundaries):
         q, k, v = query[row : row + 1], key[row : row + 1], value[row : row + 1]
-        plain = all(option is None for option in options.values())
         if plain and q.is_cuda and share_a_kernel(ends, Heads.of(q, k), training=_learns(q, k, v)):
             rows.append(varlen_attention(q, k, v, ends, scale))
         else:
