@@ -117,8 +117,12 @@ def test_phi3_takes_the_memory_that_was_measured(compiled, measured, tmp_path):
         (LLAMA3, 1, LENGTH, "least", 16, 22.9),
         (LLAMA3, 4, LENGTH, "least", 16, 25.2),
         (LLAMA3, 1, 4 * LENGTH, "least", 16, 60.5),
+        (LLAMA3, 3, 4 * LENGTH, "least", 16, 62.1),
         (LLAMA3, 32, 2 * LENGTH, "host", 16, 113.6),
         (PHI3, 1, LENGTH, "least", None, 14.6),
+        (PHI3, 5, LENGTH, "least", None, 17.2),
+        (PHI3, 3, 4 * LENGTH, "least", None, 51.0),
+        (PHI3, 32, 4 * LENGTH, "least", None, 63.2),  # with what each more layer adds at 128k, from 3 to 5 of them
         (SMOLLM2, 30, 8 * LENGTH, "plain", None, 89.8),
     ],
 )

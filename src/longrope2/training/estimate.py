@@ -425,13 +425,14 @@ def memory_of(
     inputs = HALF * tokens * shape.hidden
     attention = tokens * (HALF * shape.width + FULL * shape.heads)
     kept: float = len(shape.windows) * (inputs + attention if recompute else whole)
-    if level.frugal:  # the input at work, and the one that comes next
-        kept = 2 * inputs + (len(shape.windows) * attention if level.keeps_attention else 0)
-        beside = host_memory_of(shape, tokens, gpus, level, host=host)
-        kept += len(shape.windows) * inputs - beside["layer inputs (bfloat16)"]
+    if level.frugal:
+        in_host = host_memory_of(shape, tokens, gpus, level, host=host)["layer inputs (bfloat16)"]
+        kept = len(shape.windows) * (inputs + (attention if level.keeps_attention else 0)) - in_host
     if not accumulates and not shape.linear:
         # No gradient is there before layers begin to give up what they kept; then one takes the place of the other.
         kept = max(kept - (HALF if level.compact else FULL) * shape.trained / gpus, 0)
+    if level.frugal:
+        kept += 2 * inputs  # back from the host: the one at work, and the one that comes next
     states = {} if level.states_in_host else _states(shape, level)
     return {
         **{name: size / gpus for name, size in (_weights(shape, level) | states).items()},
