@@ -49,6 +49,7 @@ from longrope2.training.mixed import Batch, MixedWindowModel, mixed_window
 from longrope2.training.parallel import shard
 from longrope2.training.trainable import add_lora
 
+TITLES = {"llama3-8b": "LLaMA-3-8B", "phi3-mini": "Phi-3-mini", "smollm2": "SmolLM2-135M"}
 ALONE = World(process=0, num_processes=1, local_process=0)
 CONFIG = TrainConfig(steps=100).resolved()
 
@@ -230,7 +231,9 @@ def draw_lengths(folder: Path) -> None:
     for path in sorted(folder.glob("train-lengths-*.json")):
         result = json.loads(path.read_text())
         name = result["name"].removeprefix("train-lengths-").removesuffix("-whole")
-        shapes.setdefault(name, []).extend(result["points"])
+        learns = "LoRA" if name.endswith("-lora") else "all weights"
+        shape = name.removesuffix("-lora")
+        shapes[f"{TITLES.get(shape, shape)}, {learns}, {result['memory']}"] = result["points"]
     path = folder.parents[1] / "docs" / "images" / "training-lengths.png"
     with figure(path, 1, 2, (9, 3.4)) as drawing:
         for (name, found), colour in zip(shapes.items(), SERIES, strict=False):
@@ -238,9 +241,9 @@ def draw_lengths(folder: Path) -> None:
             lengths = [point["length"] for point in points]
             for axis, key in zip(drawing.axes.flat, ("peak_gib", "tokens_per_second"), strict=True):
                 measured = [math.nan if point[key] is None else point[key] for point in points]
-                axis.plot(lengths, measured, "o-", color=colour, label=name.removeprefix("train-lengths-"))
+                axis.plot(lengths, measured, "o-", color=colour, label=name)
             floor = [point["length"] / point["floor_seconds"] for point in points]
-            drawing.axes.flat[1].plot(lengths, floor, "--", color=colour)
+            drawing.axes.flat[1].plot(lengths, floor, "_--", color=colour)
         every = sorted({point["length"] for points in shapes.values() for point in points})
         for axis, label in zip(drawing.axes.flat, ("peak memory, GiB", "tokens/s (dashes: by FLOPs)"), strict=True):
             axis.set(xscale="log", xlabel="tokens of a row", ylabel=label)
@@ -248,7 +251,9 @@ def draw_lengths(folder: Path) -> None:
             axis.minorticks_off()
         drawing.axes.flat[1].set(yscale="log")
         drawing.axes.flat[1].yaxis.set_major_formatter("{x:,.0f}")
-        drawing.axes.flat[0].legend()
+        drawing.axes.flat[0].set(ylim=(0, 139))
+        handles, labels = drawing.axes.flat[0].get_legend_handles_labels()
+        drawing.figure.legend(handles, labels, loc="outside lower center", ncols=3)
 
 
 def plain_loop(batches: list[Batch], steps: int) -> float:
