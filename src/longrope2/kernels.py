@@ -21,8 +21,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 QUERY_BLOCK = 512
 LENGTH_STEP, SHORT_STEP = 256, 64
-"""cuDNN's attention is run at multiples of these, the second up to 1,024 tokens: for each new length it prepares itself,
-which takes 40 ms forward and 50 backward on an H200 (LOG.md), longer than the attention of a layer to most texts."""
+"""cuDNN's attention is run at multiples of these, the second up to 1,024 tokens. It prepares itself for each new
+length, which takes 40 ms forward and 50 backward on an H200: more than attention itself over most texts (LOG.md)."""
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
