@@ -12,16 +12,28 @@ from longrope2.distributed import World, world
 from longrope2.errors import LongRopeError
 
 SCRIPT = """
+import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 from torch.distributed import distributed_c10d
 from longrope2.distributed import world
+
+kept = Path(sys.argv[1])
+
+
+def make():
+    if not kept.exists():
+        with kept.open("x") as file:
+            time.sleep(3)
+            file.write(str(here.process))
+    return kept.read_text()
+
 
 distributed_c10d.default_pg_timeout = timedelta(seconds=1)
 with world() as here:
     here.gather_all(None)
-    if here.is_main:
-        time.sleep(3)
+    assert here.main_first(make) == "0"
     assert here.gather_all(here.process) == [0, 1]
 """
 
@@ -57,6 +69,6 @@ def test_more_processes_than_gpus_are_refused(gpus):
     assert "--nproc-per-node 2" in caught.value.hint
 
 
-def test_processes_wait_for_one_that_works_alone():
-    """Sources are tokenised by one of them, for longer than torch would wait."""
-    run_together(SCRIPT, timeout=120)
+def test_processes_wait_for_one_that_works_alone(tmp_path):
+    """What one of them makes may take longer than torch would wait, and the others find it."""
+    run_together(SCRIPT, str(tmp_path / "kept"), timeout=120)

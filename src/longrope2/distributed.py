@@ -6,17 +6,18 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from longrope2.errors import LongRopeError, first_line
 
 if TYPE_CHECKING:
     import torch
 
+T = TypeVar("T")
 PATIENCE = 5.0
 """Seconds in which torchrun has ended the other processes for certain, once one has failed."""
 WAITING = timedelta(days=7)
@@ -98,6 +99,15 @@ class World:
         values: list[Any] = [None] * self.num_processes
         dist.all_gather_object(values, value, group=_objects)
         return values
+
+    def main_first(self, make: Callable[[], T]) -> T:
+        """What `make` gives, called in the main process before the others, which find the files that it wrote."""
+        if not self.is_main:
+            self.gather_all(None)
+        made = make()
+        if self.is_main:
+            self.gather_all(None)
+        return made
 
 
 @contextmanager

@@ -244,7 +244,7 @@ def run(kind: Kind, setup: Setup, engine: EvaluationEngine) -> SuiteOutcome:
     measured: list[Measured] = []
     scores_by_length = {}
     for length in setup.lengths:
-        samples = niah_samples(kind, setup, length)
+        samples = engine.here.main_first(partial(niah_samples, kind, setup, length))
         scores = answered(samples, engine, f"{kind.name} {length:,}")
         measured += by_task(samples, scores, {kind.name: kind.metric})
         by_depth: dict[float, list[float]] = defaultdict(list)

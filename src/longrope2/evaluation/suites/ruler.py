@@ -85,41 +85,35 @@ def run(setup: Setup, engine: EvaluationEngine) -> SuiteOutcome:
         setup.note(note)
     measured = []
     for length in setup.lengths:
-        samples = ruler_samples(setup, engine, sources, length)
+        samples = engine.here.main_first(partial(ruler_samples, setup, sources, length))
         measured += by_task(samples, answered(samples, engine, f"ruler {length:,}"), METRICS)
     return SuiteOutcome(measured=with_averages(measured), notes=sources.notes)
 
 
-def ruler_samples(setup: Setup, engine: EvaluationEngine, sources: Sources, length: int) -> list[Sample]:
-    """The samples of one length, made by the main process and read by the others."""
-
-    def make() -> list[Sample]:
-        made = make_all(
-            sources.tasks,
-            lengths=[length],
-            count=setup.samples or COUNT,
-            cache=setup.cache,
-            qa_files=sources.qa_files,
-            **sources.options,
+def ruler_samples(setup: Setup, sources: Sources, length: int) -> list[Sample]:
+    """The samples of one length."""
+    made = make_all(
+        sources.tasks,
+        lengths=[length],
+        count=setup.samples or COUNT,
+        cache=setup.cache,
+        qa_files=sources.qa_files,
+        **sources.options,
+    )
+    return [
+        Sample(
+            suite=NAME,
+            task=task,
+            length=length,
+            index=sample.index,
+            prompt=sample.prompt,
+            references=tuple(sample.outputs),
+            max_new_tokens=TASKS[task].tokens_to_generate,
+            score=partial(score, task),
         )
-        return [
-            Sample(
-                suite=NAME,
-                task=task,
-                length=length,
-                index=sample.index,
-                prompt=sample.prompt,
-                references=tuple(sample.outputs),
-                max_new_tokens=TASKS[task].tokens_to_generate,
-                score=partial(score, task),
-            )
-            for task in sources.tasks
-            for sample in made[task, length]
-        ]
-
-    samples = make() if engine.here.is_main else []
-    engine.here.gather_all(None)  # the others wait for the files
-    return samples or make()
+        for task in sources.tasks
+        for sample in made[task, length]
+    ]
 
 
 SUITE = Suite(
