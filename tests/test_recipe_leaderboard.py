@@ -3,7 +3,9 @@
 import importlib.util
 import json
 import re
+import subprocess
 import sys
+import threading
 import time
 import tomllib
 from dataclasses import replace
@@ -336,9 +338,61 @@ def test_the_command_says_what_rows_take(recipe, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
         "sys.argv", ["run.py", "qwen", "tiny", "--data", "d", "-o", str(tmp_path), "--expect", "pi@128k"]
     )
-    recipe.main()
+    assert recipe.main() == 0
     assert "pi@128k" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
+    monkeypatch.setattr("sys.argv", ["run.py", "qwen", "tiny", "--data", "d", "-o", str(tmp_path), "pi@32k"])
+    assert recipe.main() == 2
+    assert "hint: to 128k" in capsys.readouterr().err
+
+
+def test_rows_are_measured_while_the_next_one_is_trained(recipe, bench, monkeypatch, capsys):
+    trained, next_began, asked = [], threading.Event(), []
+
+    def run(_, name, only, until):
+        assert (only, until) == (set(), None)
+        trained.append(name)
+        if name == "ntk@32k":
+            assert next_began.wait(60)  # until a part of the row before is measured
+
+    def measured(command, check):
+        next_began.set()
+        options = dict(zip(command[5::2], command[6::2], strict=True))
+        assert (command[2:4], check) == (["smollm2", "m"], False)
+        asked.append((command[4], options["--only"]))
+        return subprocess.CompletedProcess(command, returncode=int(options["--only"] == "piqa"))
+
+    left = {"yarn@32k": {"arc": 1.0, "piqa": 2.0, "ruler": 3.0}, "ntk@32k": {"train": 9.0, "arc": 1.0}}
+    monkeypatch.setattr(recipe.Bench, "run", run)
+    monkeypatch.setattr(recipe.Bench, "expected", lambda _, name: left[name])
+    monkeypatch.setattr(recipe.subprocess, "run", measured)
+    command = ["run.py", "smollm2", "m", "yarn@32k", "ntk@32k", "--data", "d", "-o", str(bench.output), "--beside", "2"]
+    monkeypatch.setattr("sys.argv", [*command, "--only", "arc,piqa"])
+    assert recipe.main() == 1
+    assert trained == ["yarn@32k", "ntk@32k"]
+    assert sorted(asked) == [("yarn@32k", "arc"), ("yarn@32k", "piqa")]
+    assert "yarn@32k: piqa failed with exit code 1" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_parts_that_are_measured_side_by_side_are_all_in_the_row(tmp_path):
+    texts = ("the sea was calm and the sky was blue", "he went up the hill and down the hill")
+    solutions = {"goal": "to open a door", "sol1": "turn the handle", "sol2": "sing a song"}
+    files = {
+        "lambada_openai_test": [{"text": text} for text in texts],
+        "piqa_val": [{**solutions, "label": label} for label in (0, 1)],
+    }
+    for folder in ("short", "books/validation"):
+        (tmp_path / "data" / folder).mkdir(parents=True)
+    (tmp_path / "data" / "books" / "validation" / "a.txt").write_text(next(iter(read_books())).text, encoding="utf-8")
+    for name, lines in files.items():
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (tmp_path / "data" / "short" / f"{name}.jsonl").write_text(text, encoding="utf-8")
+    options = ["--data", str(tmp_path / "data"), "-o", str(tmp_path / "out"), "--only", "lambada,piqa", "--beside", "2"]
+    command = [sys.executable, str(RECIPE / "run.py"), "smollm2", "tiny", "original@32k", *options]
+    subprocess.run(command, check=True, timeout=300)
+    row = json.loads((tmp_path / "out" / "original@32k.json").read_text())
+    assert [score["task"] for score in row["scores"]] == ["lambada_openai", "piqa"]
 
 
 @pytest.mark.slow

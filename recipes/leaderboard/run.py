@@ -13,8 +13,11 @@ import argparse
 import fcntl
 import json
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -29,6 +32,7 @@ from longrope2.data.config import RecallConfig
 from longrope2.data.plan import plan_documents
 from longrope2.data.recall import write_recall
 from longrope2.distributed import World
+from longrope2.errors import LongRopeError
 from longrope2.evaluation.config import EvaluationConfig
 from longrope2.evaluation.engine import EvaluationJournal
 from longrope2.evaluation.evaluate import evaluate as run_suites
@@ -378,6 +382,30 @@ class Bench:
         }
 
 
+def measure_beside(bench: Bench, options: argparse.Namespace, only: set[str] | None, until: float | None) -> int:
+    """Train rows one after the other, and measure those that are trained in processes beside it; how many failed."""
+
+    def measured(name: str, part: str) -> bool:
+        command = [sys.executable, __file__, options.base, options.model, name, "--only", part]
+        command += ["--data", str(options.data), "-o", str(options.output)]
+        command += [] if until is None else ["--within", str(until - time.monotonic())]
+        if ended := subprocess.run(command, check=False).returncode:
+            say(f"{name}: {part} failed with exit code {ended}; the same command tries it again")
+        return ended == 0
+
+    with ThreadPoolExecutor(options.beside) as pool:
+        try:
+            parts = []
+            for name in options.rows:
+                bench.run(name, set(), until)
+                left = bench.expected(name)
+                if left.keys().isdisjoint(("repair", "factors", "train")):
+                    parts += [pool.submit(measured, name, part) for part in left if only is None or part in only]
+            return sum(not part.result() for part in parts)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
 def expectation(bench: Bench, names: list[str]) -> list[str]:
     """What is left of rows, in seconds, as people plan with it."""
     lines, total = [f"{bench.family.title}: expected seconds on one {PLANNED_ON.upper()}"], 0.0
@@ -390,7 +418,7 @@ def expectation(bench: Bench, names: list[str]) -> list[str]:
     return [*lines, f"together about {roughly(total)}; {shared}"]
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("base", choices=BASES)
     parser.add_argument("model")
@@ -407,21 +435,31 @@ def main() -> None:
         "--within", type=float, metavar="SECONDS", help="start only parts that are expected to end in time"
     )
     parser.add_argument(
+        "--beside", type=int, metavar="N", help="measure in N processes, beside the training of the next rows"
+    )
+    parser.add_argument(
         "--samples", action="store_true", help="only make samples of RULER and needles, beside a training, say"
     )
     options = parser.parse_intermixed_args()
     bench = Bench(family=BASES[options.base], model=options.model, data=options.data, output=options.output)
     until = None if options.within is None else time.monotonic() + options.within
-    if options.expect:
-        print("\n".join(expectation(bench, options.rows or bench.family.names)))
-        return
     only = set(options.only.split(",")) if options.only else None
-    for name in options.rows:
-        if options.samples:
-            bench.prepare(name, only)
-            continue
-        bench.run(name, only, until)
+    try:
+        if options.expect:
+            print("\n".join(expectation(bench, options.rows or bench.family.names)))
+        elif options.samples:
+            for name in options.rows:
+                bench.prepare(name, only)
+        elif options.beside:
+            return int(measure_beside(bench, options, only, until) > 0)
+        else:
+            for name in options.rows:
+                bench.run(name, only, until)
+    except LongRopeError as error:
+        say(f"error: {error}")
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
