@@ -22,9 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from common import arguments, peak_gib, report, reset_peak, synchronize
 from shapes import DEVICE, SHAPES, llama3_8b, phi3_mini, smollm2, tiny_llama3
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 from longrope2.distributed import World
 from longrope2.families import read_config
@@ -52,6 +55,9 @@ from longrope2.training.trainable import add_lora
 TITLES = {"llama3-8b": "LLaMA-3-8B", "phi3-mini": "Phi-3-mini", "smollm2": "SmolLM2-135M"}
 ALONE = World(process=0, num_processes=1, local_process=0)
 CONFIG = TrainConfig(steps=100).resolved()
+KERNELS = [SDPBackend.CUDNN_ATTENTION if DEVICE == "cuda" else SDPBackend.MATH]
+PIECE = 4096
+Loss = Callable[[nn.Module, Tensor], Tensor]
 
 
 def row(length: int, vocabulary: int, *, document: int | None = None) -> Batch:
@@ -153,16 +159,17 @@ def measure_llama3(options) -> None:
         peak = peak_gib()
     del mixed, optimizer
     gc.collect()
-    # Attention computed again and nothing compiled, as in plain gradient checkpointing; the rest alike, or it would
-    # not fit.
-    again = replace(config.level, keeps_attention=False)
-    with trainable(make, length, config, recompute=True, level=again) as (mixed, optimizer):
-        full = speed(mixed, optimizer, [row(length, vocabulary)], warm_up=0, steps=1)
+    if config.lora:
+        peer, full = "transformers, peft, gradient checkpointing, loss in pieces", plain_lora(make, config.lora, length)
+    else:  # plain gradient checkpointing does not fit: attention computed again and nothing compiled, the rest alike
+        peer = "not compiled, attention recomputed (its first step)"
+        again = replace(config.level, keeps_attention=False)
+        with trainable(make, length, config, recompute=True, level=again) as (mixed, optimizer):
+            full = speed(mixed, optimizer, [row(length, vocabulary)], warm_up=0, steps=1)
     shape = shape_of_model(make, config)
     name = f"train-{'tiny' if options.tiny else 'llama3-8b'}{'-lora' if config.lora else ''}-{length // 1024}k"
     report(
-        options, name=name, value=long, unit="tokens/s", more_is_better=True,
-        peer="not compiled, attention recomputed (its first step)", peer_value=full, length=length,
+        options, name=name, value=long, unit="tokens/s", more_is_better=True, peer=peer, peer_value=full, length=length,
         parameters=shape.parameters, trained_parameters=shape.trained, memory=options.memory,
         peak_gib=peak, estimated_gib=sum(
             memory_of(shape, length, 1, config.level, compiled=compiled, accumulates=False).values()
@@ -188,39 +195,41 @@ def measure_lengths(options) -> None:
     documents = [parse_length(text) for text in options.documents.split(",") if text]
     points = []
     for length in map(parse_length, options.lengths.split(",")):
-        steps = {}
+        steps, tokens = {}, options.rows * length
         for layers in (few, more):
             reset_peak()
             with trainable(
                 partial(make, layers), length, config, recompute=True, compiled=compiled, level=config.level
             ) as (mixed, optimizer):
                 vocabulary, chosen = mixed.model.config.vocab_size, {"warm_up": options.warm_up, "steps": 1}
-                found = [length / speed(mixed, optimizer, [row(length, vocabulary)], **chosen), peak_gib() or 0.0]
+                long = [row(length, vocabulary) for _ in range(options.rows)]
+                found = [tokens / speed(mixed, optimizer, long, **chosen), peak_gib() or 0.0]
                 for document in documents:
-                    short = row(length, vocabulary, document=document)
-                    found.append(length / speed(mixed, optimizer, [short], **chosen))
+                    short = [row(length, vocabulary, document=document) for _ in range(options.rows)]
+                    found.append(tokens / speed(mixed, optimizer, short, **chosen))
                 steps[layers] = found
             del mixed, optimizer  # or the next model's peak counts this one
             gc.collect()
         pairs = zip(*steps.values(), strict=True)
         seconds, peak, *short = (after + rest * (after - before) / (more - few) for before, after in pairs)
-        work = Work(length=length, rows=1, attended=length**2 // 2, steps=None)
+        work = Work(length=length, rows=options.rows, attended=tokens * length // 2, steps=None)
         said = estimate(whole, work, gpus=1, gpu="h200", compiled=compiled, memory=options.memory)
         points.append({
             "length": length, "steps": {layers: {"seconds": a, "peak_gib": b} for layers, (a, b, *_) in steps.items()},
-            "seconds": seconds, "tokens_per_second": length / seconds, "peak_gib": peak,
+            "rows": options.rows, "seconds": seconds, "tokens_per_second": tokens / seconds, "peak_gib": peak,
             "estimated_gib": said["memory_total_gib"], "floor_seconds": said["seconds_per_step"] / OVERHEAD,
             "short_rows_tokens_per_second": {
-                document: length / each for document, each in zip(documents, short, strict=True)
+                document: tokens / each for document, each in zip(documents, short, strict=True)
             },
         })  # fmt: skip
         print(points[-1], flush=True)
     last = points[-1]
     report(
-        options, name=f"train-lengths-{options.of}{'-lora' if config.lora else ''}{'' if rest else '-whole'}",
+        options, name=f"train-{'lengths' if options.rows == 1 else f'{options.rows}-rows'}-{options.of}"
+        f"{'-lora' if config.lora else ''}{'' if rest else '-whole'}",
         value=last["tokens_per_second"],
         unit="tokens/s", more_is_better=True, peer="its FLOPs at the rates of the kernels alone",
-        peer_value=last["length"] / last["floor_seconds"], parameters=whole.parameters, memory=options.memory,
+        peer_value=tokens / last["floor_seconds"], parameters=whole.parameters, memory=options.memory,
         layers=len(whole.windows), points=points,
     )  # fmt: skip
 
@@ -256,11 +265,10 @@ def draw_lengths(folder: Path) -> None:
         drawing.figure.legend(handles, labels, loc="outside lower center", ncols=3)
 
 
-def plain_loop(batches: list[Batch], steps: int) -> float:
-    """What one writes first: transformers' forward and loss under autocast, cuDNN attention, a row at a time."""
-    torch.manual_seed(0)
-    with torch.device(DEVICE):
-        model = smollm2().train()
+def plain_loop(
+    model: nn.Module, batches: list[Batch], loss_of: Callable[[nn.Module, Tensor], Tensor], steps: int
+) -> float:
+    """What one writes first: transformers' forward under autocast, cuDNN attention, a row at a time."""
     optimizer = make_optimizer(model, CONFIG)
     tokens = sum(batch.tokens.numel() for batch in batches)
     for step in range(1 + steps):
@@ -268,14 +276,39 @@ def plain_loop(batches: list[Batch], steps: int) -> float:
             synchronize()
             start = time.perf_counter()
         for batch in batches:
-            with torch.autocast("cuda", torch.bfloat16), sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
-                loss = model(batch.tokens, labels=batch.tokens, use_cache=False).loss
-                (loss / len(batches)).backward()
+            with torch.autocast(DEVICE, torch.bfloat16), sdpa_kernel(KERNELS):
+                (loss_of(model, batch.tokens) / len(batches)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     synchronize()
     return steps * tokens / (time.perf_counter() - start)
+
+
+def whole_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    """transformers' own."""
+    return model(tokens, labels=tokens, use_cache=False).loss
+
+
+def loss_in_pieces(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Next-token loss without logits for the whole row, of which an 8B model's would take 100 GiB at 128k."""
+    hidden = model.model(tokens, use_cache=False).last_hidden_state[:, :-1]
+
+    def of(piece: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(model.lm_head(piece).flatten(0, 1).float(), labels.flatten(), reduction="sum")
+
+    pieces = zip(hidden.split(PIECE, dim=1), tokens[:, 1:].split(PIECE, dim=1), strict=True)
+    return sum(checkpoint(of, *piece, use_reentrant=False) for piece in pieces) / hidden[..., 0].numel()
+
+
+def plain_lora(make: Callable[[], Any], rank: int, length: int) -> float:
+    """Tokens per second of transformers, peft and gradient checkpointing, with frozen weights in bfloat16."""
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        model = make().bfloat16().train()
+    add_lora(model, rank)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return plain_loop(model, [row(length, model.config.vocab_size)], loss_in_pieces, steps=1)
 
 
 def measure_smollm2(options) -> None:
@@ -291,7 +324,10 @@ def measure_smollm2(options) -> None:
         print(name, variants[name], flush=True)
     # The plain loop knows no documents: its short rows are four windows of 8k, each attended to as a whole.
     short = [row(8192, vocabulary) for _ in range(4)]
-    peer = plain_loop(batches[:3] + short, steps=4)
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        model = smollm2().train()
+    peer = plain_loop(model, batches[:3] + short, whole_loss, steps=4)
     report(
         options, name="train-smollm2-32k", value=max(v["tokens_per_second"] for v in variants.values()),
         unit="tokens/s", peer="transformers, autocast, cuDNN attention, short rows as windows of 8k", peer_value=peer,
@@ -308,6 +344,7 @@ def main() -> None:
     parser.add_argument("--of", choices=list(SHAPES), default="phi3-mini", help="shape of lengths")
     parser.add_argument("--lengths", default="128k,256k,512k")
     parser.add_argument("--layers", default="2,4", help="two numbers of layers to run at each length")
+    parser.add_argument("--rows", type=int, default=1, help="rows of a step of lengths")
     parser.add_argument("--documents", default="", help="of short rows to measure at each length, by their tokens")
     parser.add_argument("--warm-up", type=int, default=1, help="steps of lengths before the one that counts")
     parser.add_argument("--length", default="128k", help="rows of llama3-8b")
