@@ -78,6 +78,16 @@ def test_ruler_has_the_tasks_that_fit(recipe):
     assert "needles" not in recipe.BASES["qwen"].row("yarn@128k").evaluations
 
 
+def test_less_is_asked_at_128k(recipe):
+    smollm2 = recipe.BASES["smollm2"]
+    far, near, original = (smollm2.row(name) for name in ("yarn@128k", "yarn@32k", "original@128k"))
+    samples = {row.length: recipe.evaluation("multivalue", row)["samples"] for row in (far, near)}
+    assert samples == {128 * K: 5, 32 * K: 10}
+    assert recipe.evaluation("wordings", far)["lengths"] == (8 * K, 32 * K, 128 * K)
+    assert recipe.evaluation("wordings", original)["lengths"] == (8 * K,)
+    assert recipe.evaluation("wordings", smollm2.row("original@32k"))["lengths"][-1] == 32 * K
+
+
 def test_every_row_has_a_mix_of_its_length_with_enough_rows(recipe, tmp_path):
     for base, row in all_rows(recipe):
         if row.make is None:
@@ -155,6 +165,16 @@ def test_sources_of_a_mix_are_made_and_put_in_place(recipe, rows, tmp_path, monk
     sources = read_mix(config)["sources"]
     assert [source.path for source in sources] == [str(books), *(f"{tmp_path}/out/recall-{n}k.jsonl" for n in (8, 32))]
     assert len((tmp_path / "out" / "recall-32k.jsonl").read_text().splitlines()) == 3
+
+
+def test_without_data_nothing_is_measured_on_books_that_are_trained_on(recipe, tmp_path):
+    bench = recipe.Bench(family=recipe.BASES["tiny"], model="tiny", data=None, output=tmp_path / "out")
+    mix = bench.family.mix(bench.family.row("yarn@2k"))
+    trained = bench.source("books", mix, "tiny")
+    assert bench.books("search") == trained
+    assert bench.books("validation") is None  # which are the held-out ones for every suite
+    texts = {path.read_text(encoding="utf-8") for path in Path(trained).iterdir()}
+    assert texts == {book.text for book in read_books(held_out=False)}
 
 
 def test_searches_are_ones_that_can_be_made(rows, bench, monkeypatch):
@@ -277,6 +297,10 @@ def test_what_is_left_is_expected_in_seconds(recipe, tmp_path):
     _, paper, yarn, _ = recipe.expectation(bench, ["paper@32k", "yarn@32k"])
     assert re.match(r"paper@32k: [\d,]+ \(factors \d+, train \d+, wordings \d+, ", paper)
     assert "needles" in yarn
+    # Each of RULER's answers takes its time, however short what is read is.
+    few, all_tasks = (bench.expected(f"yarn@{k}k")["ruler"] for k in (128, 32))
+    assert all_tasks - recipe.FIRST_STEPS > recipe.RULER_ANSWER * 13 * 4 * 20
+    assert few - recipe.FIRST_STEPS > recipe.RULER_ANSWER * 5 * 3 * 20
     other = recipe.Bench(family=recipe.BASES["tinyllama"], model="tiny", data=tmp_path, output=tmp_path)
     assert next(iter(other.expected("yarn@32k"))) == "repair"
 
@@ -372,6 +396,14 @@ def test_rows_are_measured_while_the_next_one_is_trained(recipe, bench, monkeypa
     assert trained == ["yarn@32k", "ntk@32k"]
     assert sorted(asked) == [("yarn@32k", "arc"), ("yarn@32k", "piqa")]
     assert "yarn@32k: piqa failed with exit code 1" in capsys.readouterr().err
+    # Without --data the parts are measured without it, too.
+    monkeypatch.setattr(
+        recipe.subprocess, "run", lambda command, check: asked.append(command) or measured(command, check)
+    )
+    left["yarn@32k"], left["ntk@32k"] = {"arc": 1.0}, {}
+    monkeypatch.setattr("sys.argv", ["run.py", "smollm2", "m", "yarn@32k", "-o", str(bench.output), "--beside", "1"])
+    assert recipe.main() == 0
+    assert "--data" not in asked[-2]
 
 
 @pytest.mark.slow

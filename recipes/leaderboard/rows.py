@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from longrope2 import RescaleFactors, rescale, search_factors
 from longrope2.calibration.calibrate import calibrate
 from longrope2.calibration.config import CalibrationConfig
@@ -22,7 +24,7 @@ KEPT = Path(__file__).parents[2] / "results"
 K = 1024
 LEARNING_RATE = 3e-4
 STEP_TOKENS = 128 * K
-SEARCH = {"compiled": True}
+SEARCH = {"compiled": torch.cuda.is_available()}
 COLD = {"long_attention_factor": 1.0}
 
 Make = Callable[["Bench", "Row", Path], RescaleFactors]
@@ -52,7 +54,7 @@ def searched(**options: Any) -> Make:
     """What `longrope2 search` finds on books that nothing is measured on."""
 
     def make(bench: "Bench", row: Row, folder: Path) -> RescaleFactors:
-        books = str(bench.data / "books" / "search")
+        books = bench.books("search")
         return search_factors(bench.base, row.length, folder / "search", books=books, **(SEARCH | options))
 
     return needing(make, search=options)
@@ -72,9 +74,9 @@ def calibrated(name: str) -> Make:
     and run with it. Never beyond the window, since the original RoPE is known to work only within."""
 
     def make(bench: "Bench", row: Row, folder: Path) -> RescaleFactors:
-        factors, books = bench.factors(row.peer(name)), str(bench.data / "books" / "search")
+        factors = bench.factors(row.peer(name))
         path = bench.output / row.peer(name) / "factors.json"
-        config = CalibrationConfig(books=books, **bench.calibration)
+        config = CalibrationConfig(books=bench.books("search"), **bench.calibration)
         switch = calibrate(bench.base, config, folder / "calibration", factors=path).switch_length
         return replace(factors, original_length=min(switch, factors.original_length))
 
@@ -337,6 +339,8 @@ class Training:
     learning_rate: float = LEARNING_RATE
     plan_rows: int | None = None
     """Of the plan; None: as many as are used."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Further ones of `longrope2 train`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -352,6 +356,8 @@ class Base:
     of all rows."""
     rows: Mapping[str, Row] = field(default_factory=dict)
     """Rows with names of their own."""
+    asked: tuple[str, ...] = BOARD
+    """What is measured."""
 
     def row(self, name: str) -> Row:
         """The row of a name: METHOD@LENGTH, METHOD@LENGTH-seedN, or one of its own."""
@@ -380,8 +386,10 @@ class Base:
             seed=seed,
             steps=training.steps if method.make else 0,
             learning_rate=training.learning_rate,
-            evaluations=tuple(name for name in BOARD if length < FAR or name != "needles"),
-            lengths=training.lengths,
+            training=training.options,
+            evaluations=tuple(name for name in self.asked if length < FAR or name != "needles"),
+            # Beyond its window the model as it is finds nothing, and at FAR that would take half an hour to measure.
+            lengths=tuple(n for n in training.lengths if method.make or length < FAR or n <= self.window),
             batch_rows=rows,
             suffix=suffix,
         )
@@ -401,6 +409,20 @@ class Base:
 
 
 BASES: dict[str, Base] = {
+    "tiny": Base(  # minutes a row on two CPU cores; attention alone learns, as in recipes/tiny-laptop.toml
+        title="tiny",
+        window=256,
+        lengths={
+            2 * K: Training(
+                steps=60,
+                batch_rows=4,
+                learning_rate=6e-5,
+                lengths=(256, 2 * K),
+                options={"freeze": ("*mlp*", "*embed*"), "weight_decay": 0.0},
+            ),
+        },
+        asked=("needles", "wordings", "multikey", "multivalue", "longppl", "perplexity"),
+    ),
     "smollm2": Base(
         title="SmolLM2-135M-Instruct",
         window=8 * K,

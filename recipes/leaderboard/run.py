@@ -27,6 +27,7 @@ import torch
 from rows import BASES, BOARD, FAR, METHODS, Base, K, Mix, Row, label
 
 from longrope2 import RescaleFactors, evaluate, rescale, train
+from longrope2.books import read_books
 from longrope2.console import roughly, say
 from longrope2.data.config import RecallConfig
 from longrope2.data.plan import plan_documents
@@ -39,7 +40,7 @@ from longrope2.evaluation.evaluate import evaluate as run_suites
 from longrope2.evaluation.results import RESULTS
 from longrope2.evaluation.ruler import TASKS as RULER_TASKS
 from longrope2.evaluation.suite import Prompt, TextSpan
-from longrope2.files import atomic_folder, write_json
+from longrope2.files import atomic_folder, write_json, write_text
 from longrope2.models import describe, load, load_tokenizer, skeleton
 from longrope2.perplexity import Score
 from longrope2.pipeline.forecast import Machine, evaluation_needs, gpu_machine, reading_seconds, search_needs
@@ -58,8 +59,10 @@ SHORT_TOKENS = {  # of a short task: about as many are read
     "lambada": 5_153 * 90, "hellaswag": 2_000 * 4 * 1_100, "piqa": 1_838 * 2 * 50, "arc": 2_376 * 4 * 40,
     "mmlu": 57 * 40 * 4 * 700, "truthfulqa": 817 * 8 * 250,
 }  # fmt: skip
-MEASURED = {"train": 1.4, "ruler": 2.9, "paper": 1.3, "wide": 4.9}
+MEASURED = {"train": 1.4, "paper": 1.3, "wide": 4.9}
 """How much longer parts took on SmolLM2 at 32k, alone on an H200, than compute says; the last two are searches."""
+RULER_ANSWER = 0.09
+"""Seconds that each of RULER's answers took there, beyond compute."""
 FIRST_STEPS = 30.0
 """Seconds for compiling, loading and saving."""
 FEW_RULER_TASKS = ("niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multivalue", "niah_multiquery")
@@ -73,8 +76,9 @@ def evaluation(name: str, row: Row) -> dict[str, Any]:
     """Options of `longrope2 evaluate`."""
     lengths = tuple(length for length in row.lengths if length <= row.length)
     match name:
-        case "needles" | "multikey" | "multivalue":
-            return {"suites": (NEEDLES[name],), "lengths": lengths, "samples": 10}
+        case "needles" | "multikey" | "multivalue":  # of several values, a question tells more
+            samples = 5 if name == "multivalue" and row.length >= FAR else 10
+            return {"suites": (NEEDLES[name],), "lengths": lengths, "samples": samples}
         case "wordings":  # five of each wording at each depth
             return {"suites": (NEEDLES[name],), "lengths": lengths, "samples": 20}
         case "perplexity":
@@ -126,12 +130,29 @@ class Bench:
 
     family: Base
     model: str
-    data: Path
+    data: Path | None
+    """None: the package's own books, and nothing else."""
     output: Path
     calibration: dict[str, Any] = field(default_factory=dict)
     """Options of `longrope2 calibrate`."""
-    training: dict[str, Any] = field(default_factory=lambda: {"compiled": True})
+    training: dict[str, Any] = field(default_factory=lambda: {"compiled": torch.cuda.is_available()})
     """Of `longrope2 train`, for all rows: what does not change what is learned."""
+
+    def books(self, part: str) -> str | None:
+        """Those to train, to search, or to measure on; None: the package's held-out ones."""
+        if self.data is not None:
+            return str(self.data / "books" / part)
+        return None if part == "validation" else str(self.package_books)
+
+    @cached_property
+    def package_books(self) -> Path:
+        """Those of the package that nothing is measured on."""
+        folder = self.output / "books"
+        if not folder.exists():
+            with atomic_folder(folder) as temporary:
+                for book in read_books(held_out=False):
+                    write_text(temporary / f"{book.title}.txt", book.text)
+        return folder
 
     @cached_property
     def unpacked(self) -> str:
@@ -186,17 +207,17 @@ class Bench:
             factors.save(path)
         return RescaleFactors.load(path)
 
-    def source(self, name: str, mix: Mix, model: str) -> Path:
+    def source(self, name: str, mix: Mix, model: str) -> str:
         """What a mix calls by this name; documents with questions are made if they are not there."""
-        books = self.data / "books" / "train"
+        books = str(self.books("train"))
         if name == "books":
             return books
         path = self.output / f"{name}.jsonl"
         if not path.exists():
             length, documents, needles = mix.recall[name]
-            config = RecallConfig(lengths=(length,), documents=documents, needles=needles, books=str(books))
+            config = RecallConfig(lengths=(length,), documents=documents, needles=needles, books=books)
             write_recall(load_tokenizer(describe(model)), config, path)
-        return path
+        return str(path)
 
     def plan(self, mix: Mix, name: str, seed: int, model: str) -> Path:
         """The rows that every method of a table is trained on."""
@@ -205,7 +226,7 @@ class Bench:
             config = self.output / f"{name}.toml"
             config.parent.mkdir(parents=True, exist_ok=True)
             named = re.compile('path = "(.+?)"')
-            placed = named.sub(lambda found: f"path = {json.dumps(str(self.source(found[1], mix, model)))}", mix.text())
+            placed = named.sub(lambda found: f"path = {json.dumps(self.source(found[1], mix, model))}", mix.text())
             config.write_text(placed, encoding="utf-8")
             plan_documents(model, path, config=config, seed=seed, cache=self.output / "tokens")
         return path
@@ -248,8 +269,8 @@ class Bench:
             model,
             output=self.output / name / which,
             name=name,
-            data=str(self.data),
-            books=str(self.data / "books" / "validation"),
+            data=self.data and str(self.data),
+            books=self.books("validation"),
             cache=self.output / "samples",
             batch_tokens=BATCH_TOKENS,
             **options,
@@ -261,8 +282,8 @@ class Bench:
         backend = Silent(load_tokenizer(describe(model)), window=row.length)
         for which in row.evaluations:
             if which in ("ruler", *NEEDLES) and (only is None or which in only):
-                books = str(self.data / "books" / "validation")
-                config = EvaluationConfig(**evaluation(which, row), books=books, data=str(self.data))
+                sources = {"books": self.books("validation"), "data": self.data and str(self.data)}
+                config = EvaluationConfig(**evaluation(which, row), **sources)
                 journal = EvaluationJournal(None, {})
                 run_suites(backend, config, model, journal, ALONE, cache=self.output / "samples")
 
@@ -329,7 +350,10 @@ class Bench:
             else:
                 config = EvaluationConfig(**evaluation(which, row), beyond_window=True)
                 seconds = evaluation_needs(config, row.length, shape, machine).seconds or 0.0
-                yield which, FIRST_STEPS + MEASURED.get(which, 1.0) * seconds
+                if which == "ruler":
+                    answers = len(config.tasks_of("ruler")) * len(config.lengths) * (config.samples or 0)
+                    seconds += RULER_ANSWER * answers
+                yield which, FIRST_STEPS + seconds
 
     def _factor_seconds(self, name: str, shape: ModelShape, machine: Machine) -> float:
         """Of a search, a calibration, and what has to be there before."""
@@ -387,7 +411,7 @@ def measure_beside(bench: Bench, options: argparse.Namespace, only: set[str] | N
 
     def measured(name: str, part: str) -> bool:
         command = [sys.executable, __file__, options.base, options.model, name, "--only", part]
-        command += ["--data", str(options.data), "-o", str(options.output)]
+        command += ["-o", str(options.output), *(["--data", str(options.data)] if options.data else [])]
         command += [] if until is None else ["--within", str(until - time.monotonic())]
         if ended := subprocess.run(command, check=False).returncode:
             say(f"{name}: {part} failed with exit code {ended}; the same command tries it again")
@@ -423,7 +447,7 @@ def main() -> int:
     parser.add_argument("base", choices=BASES)
     parser.add_argument("model")
     parser.add_argument("rows", nargs="*", metavar="ROW", help=f"METHOD@LENGTH: METHOD is {', '.join(METHODS)}")
-    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--data", type=Path, help="default: the package's books, without the files of other tasks")
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument(
         "--only", help=f"these evaluations, separated by commas; those of a leaderboard: {','.join(BOARD)}"
