@@ -277,6 +277,13 @@ def attends_simply(live: Any) -> bool:
     return live.model_type not in OWN_ATTENTION and set(_layers(live)[0]) <= {FULL_ATTENTION, SLIDING_ATTENTION}
 
 
+def stretches_with_length(live: Any) -> bool:
+    """Whether a key is rotated by the length of the text that it stands in, as in dynamic NTK."""
+    stated = getattr(live, "rope_parameters", None) or {}
+    sections = [stated, *(value for value in stated.values() if isinstance(value, dict))]
+    return any(section.get("rope_type") == "dynamic" for section in sections)
+
+
 def head_dim(live: Any, kind: str | None = None) -> int:
     """The size of a head by a transformers config, which some families leave to be worked out."""
     if getattr(live, "is_heterogeneous", False):

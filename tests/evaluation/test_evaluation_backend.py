@@ -66,13 +66,58 @@ def test_rows_of_different_lengths_on_both_sides(family):
     assert [len(answer) for answer in answers] == [5] * 5
     assert len(backend.steps) == 5
     for row, prompt in enumerate(prompts):
-        long = len(prompt.token_ids) > ORIGINAL_LENGTH
-        with rescaled(plain, factors, long_rows=long, check=False), torch.no_grad():
-            for step, together in enumerate(backend.steps):
-                tokens = torch.tensor([[*prompt.token_ids, *answers[row][:step]]])
-                alone = plain(input_ids=tokens, use_cache=False).logits[0, -1]
-                assert (together[row] - alone).abs().max() < 1e-4 * alone.abs().max()
-                assert int(alone.argmax()) == answers[row][step]
+        for step, alone in enumerate(exact(plain, factors, prompt, answers[row])):
+            assert (backend.steps[step][row] - alone).abs().max() < 1e-4 * alone.abs().max()
+            assert int(alone.argmax()) == answers[row][step]
+
+
+def exact(plain, factors, prompt, answer) -> list[torch.Tensor]:
+    """The logits of every step by an uncached forward of the row alone."""
+    long = len(prompt.token_ids) > ORIGINAL_LENGTH
+    with rescaled(plain, factors, long_rows=long, check=False), torch.no_grad():
+        rows = [torch.tensor([[*prompt.token_ids, *answer[:step]]]) for step in range(len(answer))]
+        return [plain(input_ids=row, use_cache=False).logits[0, -1] for row in rows]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_prompts_have_in_common_is_read_once(family, monkeypatch):
+    """Questions about one text, on both sides of the switch and across it, in pieces and whole."""
+    monkeypatch.setattr(attention, "QUERY_BLOCK", 4)
+    plain = family_model(family)
+    factors = make_factors(plain, **SIDES)
+    text = tokens_of(3 * ORIGINAL_LENGTH, seed=1)[0].tolist()
+
+    def asking(text_tokens: int, question: int) -> Prompt:
+        return Prompt(token_ids=[*text[:text_tokens], *prompt_of(question).token_ids], max_new_tokens=4)
+
+    cut = ORIGINAL_LENGTH - 9
+    prompts = [asking(50, 3), asking(50, 5), asking(50, 4), asking(cut, 7), asking(cut, 6), asking(cut, 12)]
+    prompts += [prompts[-1], asking(8, 10)]
+    for piece in (1 << 17, 12):
+        monkeypatch.setattr(backend_module, "READ_TOKENS", piece)
+        backend = recording(switching(family_model(family), factors))
+        read, ran = [], []
+        backend.on_read = read.append
+        first = decoder_layers(backend.model)[0]
+        handle = first.register_forward_pre_hook(lambda _, args, ran=ran: ran.append(args[0].shape[1]))
+        answers = backend._decode(prompts)
+        handle.remove()
+        assert sum(read) == sum(len(prompt.token_ids) for prompt in prompts)
+        # Not shared: by the fourth with the third, of which it has too little; by the sixth, on another side than the
+        # fifth; and by the last. The seventh is the sixth again, of which the last token is run. Then three steps.
+        assert ran[-3:] == [1, 1, 1]
+        assert sum(ran[:-3]) == 53 + 5 + 4 + (cut + 7) + 6 + (cut + 12) + 1 + 18
+        for row, prompt in enumerate(prompts):
+            for step, alone in enumerate(exact(plain, factors, prompt, answers[row])):
+                assert (backend.steps[step][row] - alone).abs().max() < 1e-4 * alone.abs().max()
+
+
+def test_nothing_is_shared_where_rope_stretches_with_the_text():
+    model = family_model("llama")
+    backend, prompts = recording(model), [prompt_of(20), prompt_of(20)]
+    assert backend._shared(prompts[:1], prompts[1]) == 19
+    model.config.rope_parameters = {**model.config.rope_parameters, "rope_type": "dynamic", "factor": 2.0}
+    assert backend._shared(prompts[:1], prompts[1]) == 0
 
 
 @pytest.mark.parametrize("family", FAMILIES)

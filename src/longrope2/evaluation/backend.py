@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, takewhile
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +17,7 @@ from longrope2.evaluation.decoding import RowsCache, one_token_each, rows_attent
 from longrope2.evaluation.results import digest
 from longrope2.evaluation.suite import Prompt, TextSpan, cut_at_stop
 from longrope2.factors import RescaleFactors
-from longrope2.families import attends_simply
+from longrope2.families import attends_simply, stretches_with_length
 from longrope2.generation.saved import carries_factors
 from longrope2.generation.strategies import Switch
 from longrope2.generation.switch import load as load_switching
@@ -143,7 +143,7 @@ class TorchBackend:
         answers: list[list[int]] = [[] for _ in prompts]
         device = self.model.device
         with torch.no_grad(), rows_attention(self.model):
-            tokens = self._next(torch.cat([self._fill(cache, row, prompt) for row, prompt in enumerate(prompts)]))
+            tokens = self._next(torch.cat([self._fill(cache, row, prompts) for row in range(len(prompts))]))
             positions = torch.tensor(lengths, device=device)[:, None]
             while not self._take(prompts, answers, tokens.tolist()):
                 cache.grow()
@@ -154,17 +154,35 @@ class TorchBackend:
                 positions = positions + 1
         return answers
 
-    def _fill(self, cache: RowsCache, row: int, prompt: Prompt) -> Tensor:
-        """Run one prompt; returns its last hidden state."""
-        for hidden in self._read(cache, row, prompt.token_ids):
+    def _fill(self, cache: RowsCache, row: int, prompts: Sequence[Prompt]) -> Tensor:
+        """Run one prompt, but for what the row before it has read already; returns its last hidden state."""
+        tokens, shared = prompts[row].token_ids, self._shared(prompts[:row], prompts[row])
+        if shared:
+            cache.share(row, shared)
+            self.on_read(shared)
+        for hidden in self._read(cache, row, tokens, shared):
             last = hidden[:, -1:].clone()  # a copy, or every prompt's states would stay in memory
         return last
 
-    def _read(self, cache: RowsCache, row: int, tokens: Sequence[int]) -> Iterator[Tensor]:
-        """Run the tokens of one row; gives their hidden states, of a long row piece by piece."""
+    def _shared(self, before: Sequence[Prompt], prompt: Prompt) -> int:
+        """With how many tokens of the last one before a prompt begins, rotated alike; 0 where that saves little."""
+        tokens = prompt.token_ids
+        if not before or stretches_with_length(self.model.config):
+            return 0
+        other = before[-1].token_ids
+        if self._switch is not None:
+            ours, theirs = self._switch.is_long(torch.tensor([len(tokens), len(other)])).tolist()
+            if ours != theirs:
+                return 0
+        # The last token is always run, for what comes next.
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(tokens[:-1], other, strict=False)))
+        return same if 2 * same > len(tokens) else 0
+
+    def _read(self, cache: RowsCache, row: int, tokens: Sequence[int], begin: int = 0) -> Iterator[Tensor]:
+        """Run the tokens of one row from some on; gives their hidden states, of a long row piece by piece."""
         ids = torch.tensor([tokens], device=self.model.device)
         positions = torch.arange(ids.shape[1], device=ids.device)[None]
-        for done in range(0, len(tokens), READ_TOKENS):
+        for done in range(begin, len(tokens), READ_TOKENS):
             piece = slice(done, done + READ_TOKENS)
             self._choose([len(tokens)])
             with cache.filling(row, done):

@@ -10,6 +10,7 @@ Shapes: B batch, H query heads, K key/value heads, S columns, D head dimension.
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -41,6 +42,13 @@ class RowsCache:
             yield
         finally:
             self._filling = None
+
+    def share(self, row: int, tokens: int) -> None:
+        """Give a row the first tokens of the row before, whose prompt begins alike."""
+        start, before = self._starts[row], self._starts[row - 1]
+        for kept in chain.from_iterable(self._layers.values()):
+            kept[row, :, :start] = 0  # as in `update`
+            kept[row, :, start : start + tokens] = kept[row - 1, :, before : before + tokens]
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Called by each layer: keep new keys and values, return those to attend to."""
