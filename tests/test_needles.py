@@ -2,7 +2,6 @@ import re
 import subprocess
 import sys
 from functools import cache, partial
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,6 @@ from longrope2.needles import (
     ATTEMPTS,
     NOUNS,
     PAPER_TEMPLATE,
-    Decoys,
     NeedleDocument,
     NeedleTemplate,
     check_length,
@@ -138,14 +136,15 @@ def check(
     ids = document.token_ids
     assert len(ids) == length
     # The answers: whole, each after its question, one after another up to the end.
-    asked = document.prompt_ids
-    for needle, following in zip_longest(document.needles, document.needles[1:]):
+    asked, end = ids[: document.asked_from], document.asked_from
+    for number, needle in enumerate(document.needles):
+        alone, before = document.prompt_ids(number), end
         start, end = needle.answer
+        assert alone == asked + ids[before:start]
         assert read(tokenizer, ids[start:end]).strip() == needle.value
         question = f"{template.question} {template.answer_prefix}".replace("{key}", needle.key)
-        assert read(tokenizer, asked).rstrip().endswith(question.rstrip())
-        asked = ids[end : following.answer[0]] if following else ids[end:]
-    assert not asked
+        assert read(tokenizer, ids[before:start]).strip() == question.strip()
+    assert end == length
     assert document.answer_tokens == sum(needle.answer[1] - needle.answer[0] for needle in document.needles)
     # The start: as the tokenizer starts any text.
     own_rule = tokenizer("x").input_ids[0] == tokenizer.bos_token_id
@@ -288,28 +287,29 @@ def test_needles_take_depths_in_turn_and_are_asked_for_in_any_order() -> None:
     made = make_needles(tokenizer("split-digits"), books(), length=3000, count=5, seed=0, depth=depths, keys=2)
     for index, document in enumerate(made):
         wanted = [depths[2 * index % 5], depths[(2 * index + 1) % 5]]
-        assert sorted(needle.depth for needle in document.needles) == pytest.approx(sorted(wanted), abs=0.02)
+        assert sorted(needle.wanted_depth for needle in document.needles) == sorted(wanted)
+        for needle in document.needles:
+            assert needle.depth == pytest.approx(needle.wanted_depth, abs=0.02)
     asked_first = [document.needles[0].start < document.needles[1].start for document in made]
     assert len(set(asked_first)) == 2
 
 
-@pytest.mark.parametrize("same_key", [False, True])
-def test_decoys_stand_anywhere_and_have_no_question(same_key):
-    fast, decoys = tokenizer("metaspace-bpe"), Decoys(count=3, same_key=same_key)
-    made = make_needles(fast, books(), length=2000, count=40, seed=5, depth=[0.0, 0.5], decoys=decoys)
+def test_further_values_stand_anywhere_and_have_no_question():
+    fast, options = tokenizer("metaspace-bpe"), {"length": 2000, "seed": 5, "depth": [0.0, 0.5], "more_values": 3}
+    made = make_needles(fast, books(), count=40, **options)
     depths = []
     for document in made:
         text, needle = fast.decode(document.token_ids), document.needle
         assert len(document.token_ids) == 2000
         assert text.count("What is the special magic number") == 1
         assert text.count(needle.value) == 2
-        assert {key == needle.key for key, _ in document.decoys} == {same_key}
-        assert len({needle.value, *(value for _, value in document.decoys)}) == 4
-        depths += [text.index(f"numbers for {key} is: {value}.") / len(text) for key, value in document.decoys]
+        assert len({needle.value, *document.more_values}) == 4
+        places = [text.index(f"numbers for {needle.key} is: {value}.") for value in document.more_values]
+        depths += [place / len(text) for place in places]
     assert [len([depth for depth in depths if low <= depth < low + 0.25]) for low in (0, 0.25, 0.5, 0.75)] == [
         pytest.approx(30, abs=14)
     ] * 4
-    assert make_needles(fast, books(), length=2000, count=3, seed=5, depth=[0.0, 0.5], decoys=decoys) == made[:3]
+    assert make_needles(fast, books(), count=3, **options) == made[:3]
 
 
 def test_templates_are_taken_in_turn():
@@ -331,7 +331,7 @@ def test_ten_documents_are_ten_books_keys_and_values() -> None:
 def test_question_is_there_and_names_the_key() -> None:
     for document in make_needles(tokenizer("metaspace-bpe"), books(), length=800, count=3, seed=0):
         question = f"What is the special magic number for {document.needle.key} mentioned in the provided text?"
-        assert question in read(tokenizer("metaspace-bpe"), document.prompt_ids)
+        assert question in read(tokenizer("metaspace-bpe"), document.prompt_ids())
 
 
 # The tokens of the answer.

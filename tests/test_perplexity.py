@@ -22,8 +22,9 @@ def document(length: int, answer_tokens: int, seed: int) -> NeedleDocument:
 
 
 def asking(tokens: list[int], *answers: tuple[int, int]) -> NeedleDocument:
-    needles = tuple(Needle(key="k", value="1", depth=0.0, start=1, answer=answer) for answer in answers)
-    return NeedleDocument(token_ids=tuple(tokens), needles=needles, book="b", book_start=0)
+    alike = {"key": "k", "value": "1", "depth": 0.0, "wanted_depth": 0.0, "start": 1}
+    needles = tuple(Needle(**alike, answer=answer) for answer in answers)
+    return NeedleDocument(token_ids=tuple(tokens), needles=needles, book="b", book_start=0, asked_from=0)
 
 
 def expected_nll(model, factors, document, start):

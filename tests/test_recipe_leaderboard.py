@@ -81,8 +81,9 @@ def test_ruler_has_the_tasks_that_fit(recipe):
 def test_less_is_asked_at_128k(recipe):
     smollm2 = recipe.BASES["smollm2"]
     far, near, original = (smollm2.row(name) for name in ("yarn@128k", "yarn@32k", "original@128k"))
-    samples = {row.length: recipe.evaluation("multivalue", row)["samples"] for row in (far, near)}
-    assert samples == {128 * K: 5, 32 * K: 10}
+    for name in ("multikey", "multivalue"):
+        samples = {row.length: recipe.evaluation(name, row)["samples"] for row in (far, near)}
+        assert samples == {128 * K: 5, 32 * K: 10}
     assert recipe.evaluation("wordings", far)["lengths"] == (8 * K, 32 * K, 128 * K)
     assert recipe.evaluation("wordings", original)["lengths"] == (8 * K,)
     assert recipe.evaluation("wordings", smollm2.row("original@32k"))["lengths"][-1] == 32 * K

@@ -232,8 +232,9 @@ def check_search(config: Any) -> None:
     """Needle and plain scores are those of all logits of the model's own attention."""
     model, factors = tiny_model(config), tiny_factors(config)
     tokens = tokens_of(72, 6)
-    needle = Needle(key="k", value="1", depth=0.0, start=1, answer=(66, 72))
-    document = NeedleDocument(token_ids=tuple(tokens[0].tolist()), needles=(needle,), book="b", book_start=0)
+    needle = Needle(key="k", value="1", depth=0.0, wanted_depth=0.0, start=1, answer=(66, 72))
+    ids = tuple(tokens[0].tolist())
+    document = NeedleDocument(token_ids=ids, needles=(needle,), book="b", book_start=0, asked_from=60)
     right = oracle(model, factors, tokens, long=True)[0, :-1].log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
     for objective, first in (("needle", 65), ("plain", 0)):
         with scoring(model, factors, objective=objective) as score:

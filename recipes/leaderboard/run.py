@@ -76,9 +76,10 @@ def evaluation(name: str, row: Row) -> dict[str, Any]:
     """Options of `longrope2 evaluate`."""
     lengths = tuple(length for length in row.lengths if length <= row.length)
     match name:
-        case "needles" | "multikey" | "multivalue":  # of several values, a question tells more
-            samples = 5 if name == "multivalue" and row.length >= FAR else 10
-            return {"suites": (NEEDLES[name],), "lengths": lengths, "samples": samples}
+        case "needles":
+            return {"suites": (NEEDLES[name],), "lengths": lengths, "samples": 10}
+        case "multikey" | "multivalue":  # of four numbers, a document tells more
+            return {"suites": (NEEDLES[name],), "lengths": lengths, "samples": 5 if row.length >= FAR else 10}
         case "wordings":  # five of each wording at each depth
             return {"suites": (NEEDLES[name],), "lengths": lengths, "samples": 20}
         case "perplexity":

@@ -93,18 +93,6 @@ PAPER_TEMPLATE = NeedleTemplate()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decoys:
-    """Further sentences like the needle's, which make it harder to find the right one, or all."""
-
-    count: int = 0
-    same_key: bool = False
-    """Whether they have the needle's own key, so that it has several values."""
-
-
-NO_DECOYS = Decoys()
-
-
-@dataclass(frozen=True, kw_only=True)
 class Needle:
     """What is hidden in a document, and where its answer stands."""
 
@@ -112,6 +100,8 @@ class Needle:
     value: str
     depth: float
     """Where it really stands: 0 before the first token of the book text, 1 after its last."""
+    wanted_depth: float
+    """Where it was to stand, of which the end of a sentence nearby was taken."""
     start: int
     """Index of the first token of its sentence."""
     answer: tuple[int, int]
@@ -130,8 +120,10 @@ class NeedleDocument:
     """Title of the book."""
     book_start: int
     """Index of the first character used of the book."""
-    decoys: tuple[tuple[str, str], ...] = ()
-    """Keys and values of the sentences that have no question of their own."""
+    asked_from: int
+    """Index of the first token of the first question."""
+    more_values: tuple[str, ...] = ()
+    """Of further sentences with the key of the only needle."""
 
     @property
     def needle(self) -> Needle:
@@ -139,10 +131,10 @@ class NeedleDocument:
         (needle,) = self.needles
         return needle
 
-    @property
-    def prompt_ids(self) -> tuple[int, ...]:
-        """Everything before the first answer."""
-        return self.token_ids[: self.needles[0].answer[0]]
+    def prompt_ids(self, number: int = 0) -> tuple[int, ...]:
+        """Everything before the first question, then the question of one needle alone."""
+        begin = self.needles[number - 1].answer[1] if number else self.asked_from
+        return self.token_ids[: self.asked_from] + self.token_ids[begin : self.needles[number].answer[0]]
 
     @property
     def answer_tokens(self) -> int:
@@ -181,16 +173,19 @@ def make_needles(
     around: int = 0,
     from_start: bool = False,
     keys: int = 1,
-    decoys: Decoys = NO_DECOYS,
+    together: bool = True,
+    more_values: int = 0,
 ) -> list[NeedleDocument]:
     """Make `count` documents of exactly `length` tokens, each with its own place in a book, keys and values.
 
-    Each hides `keys` needles and asks for all of them at its end, one after another in random order. Document k is the
-    same however many are asked for. Several depths are taken in turn, needle by needle; "uniform" draws one for each.
-    Several templates are taken in turn, too, each for as many documents as there are depths. Decoys stand anywhere.
-    With fewer long books than documents, books serve again from another start. With `from_start` a book is read from
-    its beginning when it first serves, as in the paper; otherwise from anywhere. A message about the length counts the
-    `around` tokens that the caller puts around a document.
+    Each hides `keys` needles and asks for all of them at its end, one after another in random order. Where they are not
+    asked for `together` but each in a prompt of its own, the longest question alone counts in the length. Document k is
+    the same however many there are. Several depths are taken in turn, needle by needle; "uniform" draws one for each.
+    Several templates are taken in turn, too, each for as many documents as there are depths. A needle may have
+    `more_values`, in sentences like its own that stand anywhere. With fewer long books than documents, books serve
+    again from another start. With `from_start` a book is read from its beginning when it first serves, as in the paper;
+    otherwise from anywhere. A message about the length counts the `around` tokens that the caller puts around a
+    document.
     """
     depths = (depth,) if isinstance(depth, int | float) else depth
     templates = (template,) if isinstance(template, NeedleTemplate) else template
@@ -207,7 +202,8 @@ def make_needles(
             value_digits=value_digits,
             around=around,
             from_start=from_start,
-            decoys=decoys,
+            together=together,
+            more_values=more_values,
         )
         for each in templates
     ]
@@ -265,11 +261,15 @@ def check_length(
     *,
     around: int = 0,
     templates: Sequence[NeedleTemplate] = (PAPER_TEMPLATE,),
-    decoys: Decoys = NO_DECOYS,
+    keys: int = 1,
+    more_values: int = 0,
 ) -> None:
-    """Raise the error of `make_needles` about too small a length, as far as a sample shows; reads no book."""
+    """Raise the error of `make_needles` about too small a length, as far as a sample shows; reads no book.
+
+    Of several needles each is asked for by itself.
+    """
     codec = Codec(tokenizer)
-    largest = max(_largest_size(codec, template, value_digits=7, keys=1, decoys=decoys) for template in templates)
+    largest = max(_largest_size(codec, template, 7, keys, False, more_values) for template in templates)
     if length <= largest:
         raise _too_short(length, largest, around)
 
@@ -278,7 +278,7 @@ def most_keys(tokenizer: "PreTrainedTokenizerBase", length: int) -> int:
     """How many needles a document of this length may have: their sentences take at most half of it; at least one."""
     codec = Codec(tokenizer)
     head = len(_head(codec, PAPER_TEMPLATE))
-    each = _largest_size(codec, PAPER_TEMPLATE, value_digits=7, keys=1) - head
+    each = _largest_size(codec, PAPER_TEMPLATE, 7) - head
     return max((length // 2 - head) // each, 1)
 
 
@@ -399,10 +399,6 @@ class _Sentences:
     key_count: int
     """How often the key stands in them."""
 
-    @property
-    def size(self) -> int:
-        return len(self.needle) + len(self.prompt) + len(self.answer)
-
 
 @dataclass(frozen=True, kw_only=True)
 class _Maker:
@@ -415,7 +411,8 @@ class _Maker:
     value_digits: int
     around: int
     from_start: bool
-    decoys: Decoys
+    together: bool
+    more_values: int
 
     def make(
         self, earlier: Sequence[NeedleDocument], depths: Sequence[float], rng: "np.random.Generator"
@@ -427,11 +424,13 @@ class _Maker:
         for attempt in range(ATTEMPTS):
             hidden = self._draw(depths, {needle.key for needle in used}, {needle.value for needle in used}, rng)
             order = range(1) if len(hidden) == 1 else rng.permutation(len(hidden))
-            decoys = self._draw_decoys(hidden, rng)
-            budget = self.length - len(head) - sum(sentences.size for sentences in hidden)
-            budget -= sum(len(decoy.needle) for decoy in decoys)
+            more = self._draw_more(hidden, rng)
+            asking = [len(sentences.prompt) + len(sentences.answer) for sentences in hidden]
+            questions = sum(asking) if self.together else max(asking)
+            budget = self.length - len(head) - sum(len(sentences.needle) for sentences in (*hidden, *more)) - questions
             if budget < 1:
-                largest = _largest_size(self.codec, self.template, self.value_digits, len(hidden), self.decoys)
+                sizes = self.value_digits, len(hidden), self.together, self.more_values
+                largest = _largest_size(self.codec, self.template, *sizes)
                 raise _too_short(self.length, max(self.length - budget, largest), self.around)
             # What the book follows: the needle, the line of the instruction, or nothing.
             after, lead = ("a", " ") if 0.0 in depths else ("\n" if self.template.instruction else "", "")
@@ -441,10 +440,10 @@ class _Maker:
             if len(text) < budget or (book, start) in self.shelf.used:
                 reason = f"'{book.title}' has no room for another start"
                 continue
-            anywhere = [float(rng.uniform()) for _ in decoys]
+            anywhere = [float(rng.uniform()) for _ in more]
             places = [self.codec.place(text, depth) for depth in (*depths, *anywhere)]
-            ids, starts = _insert(head, text, places, [sentences.needle for sentences in (*hidden, *decoys)])
-            needles = []
+            ids, starts = _insert(head, text, places, [sentences.needle for sentences in (*hidden, *more)])
+            needles, asked_from = [], len(ids)
             for number in order:
                 asked = hidden[number]
                 ids += asked.prompt + asked.answer
@@ -453,17 +452,18 @@ class _Maker:
                         key=asked.key,
                         value=asked.value,
                         depth=places[number] / budget,
+                        wanted_depth=depths[number],
                         start=starts[number],
                         answer=(len(ids) - len(asked.answer), len(ids)),
                     )
                 )
-            assert len(ids) == self.length
+            assert len(ids) - sum(asking) + questions == self.length
             read = self.codec.text(ids)
             times: Counter[str] = Counter()
             for sentences in hidden:
                 times += Counter({sentences.value: 2, sentences.key: sentences.key_count})
-            for decoy in decoys:
-                times += Counter({decoy.value: 1, decoy.key: self.template.needle.count("{key}")})
+            for sentences in more:
+                times += Counter({sentences.value: 1, sentences.key: self.template.needle.count("{key}")})
             spoilt = [name for name, expected in times.items() if read.count(name) != expected]
             if spoilt:
                 reason = f"the key or value {spoilt[0]} already stands in '{book.title}'"
@@ -477,7 +477,8 @@ class _Maker:
                 needles=tuple(needles),
                 book=book.title,
                 book_start=start,
-                decoys=tuple((decoy.key, decoy.value) for decoy in decoys),
+                asked_from=asked_from,
+                more_values=tuple(sentences.value for sentences in more),
             )
         raise DataError(
             f"document {len(earlier)}: none of {ATTEMPTS} draws can be used; the last one: {reason}",
@@ -499,18 +500,16 @@ class _Maker:
             hidden.append(_sentences(self.codec, self.template, key, value, opens=opens))
         return hidden
 
-    def _draw_decoys(self, hidden: Sequence[_Sentences], rng: "np.random.Generator") -> list[_Sentences]:
-        """Sentences with values of their own, and with keys of their own unless they share the needle's."""
-        decoys: list[_Sentences] = []
-        for _ in range(self.decoys.count):
-            taken = {name for sentences in (*hidden, *decoys) for name in (sentences.key, sentences.value)}
-            key, value = key_value(rng, self.value_digits)
-            while key in taken or value in taken:
-                key, value = key_value(rng, self.value_digits)
-            if self.decoys.same_key:
-                key = hidden[0].key
-            decoys.append(_sentences(self.codec, self.template, key, value, opens=False))
-        return decoys
+    def _draw_more(self, hidden: Sequence[_Sentences], rng: "np.random.Generator") -> list[_Sentences]:
+        """Further sentences with the first needle's key, and with values of their own."""
+        more: list[_Sentences] = []
+        for _ in range(self.more_values):
+            taken = {sentences.value for sentences in (*hidden, *more)}
+            _, value = key_value(rng, self.value_digits)
+            while value in taken:
+                _, value = key_value(rng, self.value_digits)
+            more.append(_sentences(self.codec, self.template, hidden[0].key, value, opens=False))
+        return more
 
 
 def _insert(
@@ -556,7 +555,12 @@ def _sentences(codec: Codec, template: NeedleTemplate, key: str, value: str, *, 
 
 
 def _largest_size(
-    codec: Codec, template: NeedleTemplate, value_digits: int, keys: int, decoys: Decoys = NO_DECOYS
+    codec: Codec,
+    template: NeedleTemplate,
+    value_digits: int,
+    keys: int = 1,
+    together: bool = True,
+    more_values: int = 0,
 ) -> int:
     """The most tokens that all sentences take, over keys of the longest words and a sample of values."""
 
@@ -568,8 +572,9 @@ def _largest_size(
     nouns = sorted(NOUNS, key=lambda word: tokens(f"{ADJECTIVES[0]}-{word}"))[-8:]
     draws = [(f"{adjective}-{noun}", key_value(rng, value_digits)[1]) for adjective in adjectives for noun in nouns]
     made = [_sentences(codec, template, *draw, opens=opens) for draw in draws for opens in (True, False)]
-    each, decoy = max(sentences.size for sentences in made), max(len(sentences.needle) for sentences in made)
-    return len(_head(codec, template)) + keys * each + decoys.count * decoy
+    needle = max(len(sentences.needle) for sentences in made)
+    asking = max(len(sentences.prompt) + len(sentences.answer) for sentences in made)
+    return len(_head(codec, template)) + (keys + more_values) * needle + (keys if together else 1) * asking
 
 
 def _too_short(length: int, largest: int, around: int) -> DataError:

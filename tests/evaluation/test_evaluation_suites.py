@@ -2,8 +2,10 @@
 
 import json
 import re
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from longrope2.errors import DataError, LongRopeError, chosen
 from longrope2.evaluation.suite import (
     Published,
     Setup,
+    by_task,
     encode,
     most_that_fit,
     prompt_tokens,
@@ -150,11 +153,11 @@ def test_a_reader_of_the_sentences_answers(kind, tokenizer):
     """A known truth, at every depth in every wording, within the length; what is asked for last decides."""
     length, runs = 512, 4
     samples = niah.niah_samples(kind, setup_of(tokenizer, samples=runs), length)
-    assert len(samples) == 11 * runs
+    assert len(samples) == 11 * runs * kind.keys
     asked, first_depths = set(), []
     for index, sample in enumerate(samples):
-        assert fits(sample, tokenizer) <= length
-        template = kind.templates[index // 11 % len(kind.templates)]
+        assert length - 40 < fits(sample, tokenizer) <= length
+        template = kind.templates[index // kind.keys * kind.keys // 11 % len(kind.templates)]
         text = tokenizer.decode(sample.prompt, skip_special_tokens=True)
         key = sample.details["key"]
         assert text.rstrip().endswith(f"\n{template.question} {template.answer_prefix}".replace("{key}", key))
@@ -166,21 +169,34 @@ def test_a_reader_of_the_sentences_answers(kind, tokenizer):
         assert len({own for own, _ in hidden}) == (4 if kind is niah.MULTIKEY else 1)
         assert sample.score(f" {', '.join(values)}.", sample.references) == 1
         assert sample.score(f" {values[0]}", sample.references) == 1 / len(values)
-        assert sample.details["depth"] == index % 11 / 10
+        assert kind.keys > 1 or sample.details["depth"] == index % 11 / 10
         assert sample.details["placed_at"] == pytest.approx(sample.details["depth"], abs=0.12)
         asked.add(template)
         first_depths.append(hidden.index((key, sample.references[0])))
     assert asked == set(kind.templates)
+    depths = [sample.details["depth"] for sample in samples]
+    assert Counter(depths) == dict.fromkeys(niah.DEPTHS, runs * kind.keys)
+    for document in range(0, len(samples), kind.keys):  # all of its needles, far from each other
+        own = sorted(depths[document : document + kind.keys])
+        assert all(after - before > 0.15 for before, after in pairwise(own))
     if len(hidden) == 4:  # at depth 0 the needle is the first of its kind, at depth 1 the last, and anywhere between
-        by_depth = [first_depths[depth::11] for depth in range(11)]
-        assert (set(by_depth[0]), set(by_depth[10])) == ({0}, {3})
+        by_depth = [[first for first, own in zip(first_depths, depths, strict=True) if own == at] for at in (0, 1)]
+        assert (set(by_depth[0]), set(by_depth[1])) == ({0}, {3})
         assert {1, 2} <= set(first_depths)
+
+
+def test_questions_about_one_document_count_once(tokenizer):
+    """In intervals and paired tests; each is at its own depth in the grid."""
+    samples = niah.niah_samples(niah.MULTIKEY, setup_of(tokenizer, samples=1), 512)
+    scores = [float(number % 4 == 0) for number in range(44)]
+    (found,) = by_task(samples, scores, {"niah_multikey": "number found"}, together=niah.MULTIKEY.keys)
+    assert (found.score, found.samples, found.each.values) == (25.0, 11, (0.25,) * 11)
 
 
 @pytest.mark.parametrize("kind", [niah.MULTIKEY, niah.MULTIVALUE], ids=lambda kind: kind.name)
 def test_several_needles_in_a_chat_and_without_room(kind, chat_tokenizer):
     for sample in niah.niah_samples(kind, setup_of(chat_tokenizer, samples=4, chat=True), 400):
-        assert fits(sample, chat_tokenizer) > 330
+        assert fits(sample, chat_tokenizer) > 320
         assert sample.prompt.startswith(f"[user] {niah.INSTRUCTION}")
         assert sample.details["key"] in sample.prompt.split("[assistant]")[1]
     setup = setup_of(chat_tokenizer, lengths=(400, 100))
@@ -188,7 +204,7 @@ def test_several_needles_in_a_chat_and_without_room(kind, chat_tokenizer):
         niah.check(kind, setup)
     least = int(caught.value.hint.split()[-1])
     niah.check(kind, setup_of(chat_tokenizer, lengths=(400, least)))
-    assert len(niah.niah_samples(kind, setup_of(chat_tokenizer, samples=4), least)) == 44
+    assert len(niah.niah_samples(kind, setup_of(chat_tokenizer, samples=4), least)) == 44 * kind.keys
 
 
 def test_the_wordings_are_those_of_no_training_and_no_search():

@@ -667,8 +667,8 @@ def test_it_says_where_all_candidates_are_worse_than_guessing(
 
 def test_chance_counts_the_digits_of_a_token():
     """A tokenizer that writes seven digits in three tokens: guessing one of them is guessing 10^(7/3)."""
-    needle = Needle(key="k", value="1234567", depth=0.0, start=3, answer=(17, 20))
-    document = NeedleDocument(token_ids=tuple(range(20)), needles=(needle,), book="b", book_start=0)
+    needle = Needle(key="k", value="1234567", depth=0.0, wanted_depth=0.0, start=3, answer=(17, 20))
+    document = NeedleDocument(token_ids=tuple(range(20)), needles=(needle,), book="b", book_start=0, asked_from=9)
     assert search_run._chance([document, document]) == pytest.approx(10 ** (7 / 3))
     assert search_run._chance([PlainDocument(token_ids=(1, 2), book="b", book_start=0)]) is None
 

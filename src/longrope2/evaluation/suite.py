@@ -220,14 +220,20 @@ def answered(samples: Sequence[Sample], engine: "EvaluationEngine", label: str) 
     return scores
 
 
-def by_task(samples: Sequence[Sample], scores: Sequence[float], metrics: Mapping[str, str]) -> list[Measured]:
-    """One number for each task and length, in the order of the samples."""
+def by_task(
+    samples: Sequence[Sample], scores: Sequence[float], metrics: Mapping[str, str], *, together: int = 1
+) -> list[Measured]:
+    """One number for each task and length, in the order of the samples.
+
+    So many neighbours count as one, with their mean: questions about the same text are not independent.
+    """
     found: list[Measured] = []
     pairs = list(zip(samples, scores, strict=True))
     for (suite, task, length), group in groupby(pairs, key=lambda pair: (pair[0].suite, pair[0].task, pair[0].length)):
         own, answers = zip(*group, strict=True)
         asked = digest([sample.digest() for sample in own])
-        found.append(accuracy(answers, suite=suite, task=task, length=length, metric=metrics[task], asked=asked))
+        means = [sum(answers[begin : begin + together]) / together for begin in range(0, len(answers), together)]
+        found.append(accuracy(means, suite=suite, task=task, length=length, metric=metrics[task], asked=asked))
     return found
 
 

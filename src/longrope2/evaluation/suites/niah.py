@@ -1,4 +1,4 @@
-"""Needles in a haystack: numbers hidden in a book, at every length and depth; one of them, one among four, or all four.
+"""Needles in a haystack: numbers hidden in a book, at every length and depth: one, four with a key each, four with one.
 
 `niah` has the paper's wording, which the search looks for, too. The others have wordings that share nothing with it or
 with the questions of training: what they measure is finding, and not knowing a sentence.
@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any, ClassVar
 
 from longrope2 import needles
@@ -21,9 +22,7 @@ from longrope2.evaluation.suite import Sample, Setup, Suite, SuiteOutcome, answe
 from longrope2.files import bytes_digest
 from longrope2.needles import (
     MOST_NEEDLES,
-    NO_DECOYS,
     PAPER_TEMPLATE,
-    Decoys,
     NeedleDocument,
     NeedleTemplate,
     make_needles,
@@ -31,6 +30,8 @@ from longrope2.needles import (
 from longrope2.records import Grid, Measured, Record
 
 DEPTHS = tuple(tenth / 10 for tenth in range(11))
+APART = tuple(DEPTHS[3 * turn % len(DEPTHS)] for turn in range(len(DEPTHS)))
+"""The same in an order in which neighbours are far from each other, for documents with several needles."""
 RUNS = 10
 # What a model may say before, between and after the numbers.
 SPARE_TOKENS = 16
@@ -89,14 +90,12 @@ class Kind:
     row: str
     """Of the table in the docs: what is hidden, how it is scored."""
     templates: tuple[NeedleTemplate, ...] = HELD_OUT
-    decoys: Decoys = NO_DECOYS
+    keys: int = 1
+    """Needles in a document, each asked for by itself."""
+    values: int = 1
+    """Numbers with the same key, of which a question asks for all."""
     metric: str = "number found"
     summary: str = ""
-
-    @property
-    def values(self) -> int:
-        """How many numbers a question asks for."""
-        return 1 + self.decoys.count * self.decoys.same_key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +116,7 @@ class KeptDocuments(Record):
         """Those to keep."""
         import numpy as np
 
-        tokens = np.array([document.token_ids for document in documents], dtype="<i4")
+        tokens = np.array([token for document in documents for token in document.token_ids], dtype="<i4")
         return cls(
             documents=tuple(replace(document, token_ids=()) for document in documents),
             tokens=b64encode(zlib.compress(tokens.tobytes(), level=1)).decode(),
@@ -128,10 +127,11 @@ class KeptDocuments(Record):
         """With their tokens."""
         import numpy as np
 
-        tokens = np.frombuffer(zlib.decompress(b64decode(self.tokens)), dtype="<i4").reshape(len(self.documents), -1)
+        tokens = np.frombuffer(zlib.decompress(b64decode(self.tokens)), dtype="<i4")
+        ends = list(accumulate((document.needles[-1].answer[1] for document in self.documents), initial=0))
         return [
-            replace(document, token_ids=tuple(ids))
-            for document, ids in zip(self.documents, tokens.tolist(), strict=True)
+            replace(document, token_ids=tuple(tokens[start:end].tolist()))
+            for document, (start, end) in zip(self.documents, pairwise(ends), strict=True)
         ]
 
 
@@ -141,9 +141,10 @@ def found_numbers(prediction: str, references: Sequence[str]) -> float:
 
 
 def niah_samples(kind: Kind, setup: Setup, length: int) -> list[Sample]:
-    """Samples of one length: every depth in turn, `samples` times."""
+    """Samples of one length: every depth in turn, `samples` times; those of one document one after the other."""
     documents = _documents(kind, setup, length, (setup.samples or RUNS) * len(DEPTHS))
-    return [_sample(kind, setup, length, index, document) for index, document in enumerate(documents)]
+    questions = [(document, number) for document in documents for number in range(kind.keys)]
+    return [_sample(kind, setup, length, index, *question) for index, question in enumerate(questions)]
 
 
 def _documents(kind: Kind, setup: Setup, length: int, count: int) -> list[NeedleDocument]:
@@ -152,7 +153,7 @@ def _documents(kind: Kind, setup: Setup, length: int, count: int) -> list[Needle
 
     books = list(_books(setup))
     facts = [KeptDocuments.FORMAT, setup.seed, _around(kind, setup.tokenizer, setup.chat), *map(asdict, kind.templates)]
-    facts += [asdict(kind.decoys), tokenizer_fingerprint(setup.tokenizer)]
+    facts += [kind.keys, kind.values, tokenizer_fingerprint(setup.tokenizer)]
     facts += [[book.title, bytes_digest(book.text.encode())] for book in books]
     path = setup.cache / f"{kind.name}-{length}x{count}-{digest(facts)}.json"
     try:
@@ -180,36 +181,39 @@ def _make(
         length=length - around,
         count=count,
         seed=setup.seed,
-        depth=DEPTHS,
+        depth=APART if kind.keys > 1 else DEPTHS,
         template=kind.templates,
-        decoys=kind.decoys,
+        keys=kind.keys,
+        together=False,
+        more_values=kind.values - 1,
         note=note,
         around=around,
     )
 
 
-def _sample(kind: Kind, setup: Setup, length: int, index: int, document: NeedleDocument) -> Sample:
-    needle = document.needle
-    others = tuple(value for key, value in document.decoys if key == needle.key)
-    template = kind.templates[index // len(DEPTHS) % len(kind.templates)]
+def _sample(kind: Kind, setup: Setup, length: int, index: int, document: NeedleDocument, number: int) -> Sample:
+    needle = document.needles[number]
+    turn = (index - number) // len(DEPTHS)  # the document's, as `make_needles` takes them
+    prompt = document.prompt_ids(number)
+    answer_tokens = max(end - start for start, end in (each.answer for each in document.needles))
     return Sample(
         suite=kind.name,
         task=kind.name,
         length=length,
         index=index,
-        prompt=_chat(setup, document, template) if setup.chat else document.prompt_ids,
-        references=(needle.value, *others),
-        max_new_tokens=document.answer_tokens + _spare_tokens(kind, setup.tokenizer),
+        prompt=_chat(setup, prompt, needle.key, kind.templates[turn % len(kind.templates)]) if setup.chat else prompt,
+        references=(needle.value, *document.more_values),
+        max_new_tokens=answer_tokens + _spare_tokens(kind, setup.tokenizer),
         score=found_numbers,
         stop=("\n",),
-        details={"depth": DEPTHS[index % len(DEPTHS)], "placed_at": round(needle.depth, 4), "key": needle.key},
+        details={"depth": needle.wanted_depth, "placed_at": round(needle.depth, 4), "key": needle.key},
     )
 
 
-def _chat(setup: Setup, document: NeedleDocument, template: NeedleTemplate) -> str:
+def _chat(setup: Setup, prompt: Sequence[int], key: str, template: NeedleTemplate) -> str:
     """The document as the user's turn; the assistant has begun with the answer prefix."""
-    text = setup.tokenizer.decode(document.prompt_ids, skip_special_tokens=True)
-    prefix = template.answer_prefix.replace("{key}", document.needle.key)
+    text = setup.tokenizer.decode(prompt, skip_special_tokens=True)
+    prefix = template.answer_prefix.replace("{key}", key)
     place = text.rfind(prefix)
     if place < 0:
         raise DataError("the tokenizer does not reproduce the question of a needle document", hint="omit --chat")
@@ -234,19 +238,24 @@ def check(kind: Kind, setup: Setup) -> None:
     """Refuse a length that has no room for its sentences and an answer, and one that no book has."""
     around = _around(kind, setup.tokenizer, setup.chat)
     needles.check_length(
-        setup.tokenizer, setup.lengths[-1] - around, around=around, templates=kind.templates, decoys=kind.decoys
+        setup.tokenizer,
+        setup.lengths[-1] - around,
+        around=around,
+        templates=kind.templates,
+        keys=kind.keys,
+        more_values=kind.values - 1,
     )
     _make(kind, setup, _books(setup), setup.lengths[0], 1, setup.note)
 
 
 def run(kind: Kind, setup: Setup, engine: EvaluationEngine) -> SuiteOutcome:
-    """All lengths; the grid has a cell for each length and depth."""
+    """All lengths; the grid has a cell for each length and depth. A document counts once, however much it is asked."""
     measured: list[Measured] = []
     scores_by_length = {}
     for length in setup.lengths:
         samples = engine.here.main_first(partial(niah_samples, kind, setup, length))
         scores = answered(samples, engine, f"{kind.name} {length:,}")
-        measured += by_task(samples, scores, {kind.name: kind.metric})
+        measured += by_task(samples, scores, {kind.name: kind.metric}, together=kind.keys)
         by_depth: dict[float, list[float]] = defaultdict(list)
         for sample, score in zip(samples, scores, strict=True):
             by_depth[sample.details["depth"]].append(score)
@@ -268,14 +277,14 @@ def _suite(kind: Kind) -> Suite:
         tasks=(kind.name,),
         run=partial(run, kind),
         check=partial(check, kind),
-        most_samples=MOST_NEEDLES // len(DEPTHS),
+        most_samples=MOST_NEEDLES // len(DEPTHS) // kind.keys,
         samples=RUNS,
         cells=len(DEPTHS),
         every_length=True,
         has_grid=True,
         summary=kind.summary,
         note=kind.note,
-        row=f"{kind.row} | all | 10 a depth",
+        row=f"{kind.row} | all | {RUNS if kind.keys == 1 else RUNS * kind.keys} a depth",
     )
 
 
@@ -297,8 +306,8 @@ MULTIKEY = Kind(
     name="niah_multikey",
     title="Needles with four keys",
     note="one of four",
-    row="four such sentences with keys of their own, one asked for | the same",
-    decoys=Decoys(count=TOGETHER - 1),
+    row="four such sentences with keys of their own, each asked for by itself | the same",
+    keys=TOGETHER,
 )
 MULTIVALUE = Kind(
     name="niah_multivalue",
@@ -306,7 +315,7 @@ MULTIVALUE = Kind(
     note="all of four",
     row="four such sentences with one key, all asked for | share of numbers in the answer",
     templates=HELD_OUT_MANY,
-    decoys=Decoys(count=TOGETHER - 1, same_key=True),
+    values=TOGETHER,
     metric="numbers found",
 )
 SUITES = tuple(_suite(kind) for kind in (PAPER, WORDINGS, MULTIKEY, MULTIVALUE))
