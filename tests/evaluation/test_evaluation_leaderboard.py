@@ -211,7 +211,7 @@ def test_the_leaderboard_of_the_stored_rows(tmp_path):
     apart = main["differences"]["LongRoPE2 (paper)"]["Needle in a Haystack"]
     assert apart["p"] < 0.05 < apart["corrected_p"]
     assert main["retention"]["LongRoPE2 (paper)"] == pytest.approx(98.3, abs=0.05)
-    assert (tmp_path / "leaderboard.md").read_text().startswith("**ablations-32k: ")
+    assert (tmp_path / "leaderboard.md").read_text().startswith("**ablations-32k, measured at 32k**")
 
 
 @pytest.mark.parametrize(

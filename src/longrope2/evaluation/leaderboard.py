@@ -340,7 +340,7 @@ def _correlations(lines: Sequence[Line], measures: Sequence[Measure]) -> dict[st
 
 def _tables(board: Leaderboard, measures: Sequence[Measure], against: str | None) -> list[Table]:
     """As people read it."""
-    head = f"{board.table}: {board.model} at {length_label(board.length)}"
+    head = f"{board.table}, measured at {length_label(board.length)}"
     titles = [measure.title for measure in measures]
     places = {measure.title: 3 if measure.is_perplexity else 1 for measure in measures}
     rows = [
