@@ -22,12 +22,15 @@ from longrope2.evaluation.compare import compare
 from longrope2.evaluation.config import EvaluationConfig
 from longrope2.evaluation.leaderboard import leaderboards
 from longrope2.evaluation.results import accuracy
+from longrope2.methods import rescale
 from longrope2.models import weights_fingerprint
 from longrope2.records import EvaluationRecord
+from longrope2.rope import RopeSpec
 from longrope2.search.config import search_config
 from longrope2.training.config import train_config
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "leaderboard"
+KEPT = RECIPE.parents[1] / "results" / "search" / "smollm2"
 K = 1024
 
 
@@ -227,12 +230,17 @@ def ranks():
     return module
 
 
-def test_factors_to_rank_are_those_that_results_hold(rows, bench, tmp_path, monkeypatch):
-    blank = longrope2.RescaleFactors(
-        method="none", rotary_dim=64, theta=1e5, original_length=8192, target_length=32768, long=(1.0,) * 32,
-        short=(1.0,) * 32,
-    )  # fmt: skip
-    monkeypatch.setattr(rows, "rescale", lambda model, method, length, **options: replace(blank, method=method))
+@pytest.fixture
+def smollm2_rope(rows, monkeypatch):
+    """The RoPE of SmolLM2 in the place of the model."""
+    spec = RopeSpec(rotary_dim=64, theta=1e5, original_length=8 * K)
+    monkeypatch.setattr(
+        rows, "rescale", lambda model, method, length, **options: rescale(method, spec, length, **options)
+    )
+    return spec
+
+
+def test_factors_to_rank_are_those_that_results_hold(rows, bench, smollm2_rope, tmp_path):
     own = rows.SMOLLM2_ROWS
     tables = ("ranks-32k", "brief-32k")
     made = {name: row.make(bench, row, tmp_path) for name, row in own.items() if row.table in tables}
@@ -244,6 +252,18 @@ def test_factors_to_rank_are_those_that_results_hold(rows, bench, tmp_path, monk
     stored = json.loads((RECIPE.parents[1] / "results" / "smollm2" / "rows" / "paper.json").read_text())["factors"]
     assert brief["brief-paper"] == longrope2.RescaleFactors.from_json(stored)
     assert {own[name].steps for name in brief} == {12}
+
+
+def test_what_a_search_in_results_has_found_is_not_searched_again(recipe, rows, bench, smollm2_rope):
+    smollm2 = recipe.BASES["smollm2"]
+    for (method, length), variant in smollm2.kept.items():
+        stored = json.loads((KEPT / f"search-smollm2-{length // K}k.json").read_text())["rows"]
+        (entry,) = (row for row in stored if (row["name"], row["seed"]) == (variant, 0))
+        factors = bench.factors(f"{method}@{length // K}k")
+        assert (factors.long, factors.target_length) == (tuple(entry["factors"]), length)
+        assert bench.factors(f"{method}@{length // K}k-seed1") == factors
+        config = search_config(target_length=length, **rows.METHODS[method].make.needs["search"])
+        assert config.temperature(smollm2_rope, length) in (None, pytest.approx(entry["temperature"]))
 
 
 def test_a_correlation_is_that_of_data_made_with_it(ranks):
@@ -284,7 +304,8 @@ def test_a_seed_shares_the_factors_of_the_first(rows, bench, tmp_path, monkeypat
 
 def test_what_is_left_is_expected_in_seconds(recipe, tmp_path):
     """Of the tiny model, with a part that is done and a training half way."""
-    bench = recipe.Bench(family=recipe.BASES["smollm2"], model="tiny", data=tmp_path, output=tmp_path)
+    searching = replace(recipe.BASES["smollm2"], kept={})
+    bench = recipe.Bench(family=searching, model="tiny", data=tmp_path, output=tmp_path)
     whole = bench.expected("paper@32k")
     assert list(whole) == ["factors", "train", *recipe.BOARD]
     assert all(seconds > 0 for seconds in whole.values())
@@ -302,6 +323,8 @@ def test_what_is_left_is_expected_in_seconds(recipe, tmp_path):
     few, all_tasks = (bench.expected(f"yarn@{k}k")["ruler"] for k in (128, 32))
     assert all_tasks - recipe.FIRST_STEPS > recipe.RULER_ANSWER * 13 * 4 * 20
     assert few - recipe.FIRST_STEPS > recipe.RULER_ANSWER * 5 * 3 * 20
+    kept = replace(bench, family=recipe.BASES["smollm2"])
+    assert {kept.expected(f"{name}@32k")["factors"] for name in ("paper", "released-cold", "yarn-rcd", "yarn")} == {0.0}
     other = recipe.Bench(family=recipe.BASES["tinyllama"], model="tiny", data=tmp_path, output=tmp_path)
     assert next(iter(other.expected("yarn@32k"))) == "repair"
 

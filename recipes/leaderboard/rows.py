@@ -358,6 +358,8 @@ class Base:
     """Rows with names of their own."""
     asked: tuple[str, ...] = BOARD
     """What is measured."""
+    kept: Mapping[tuple[str, int], str] = field(default_factory=dict)
+    """By method and length: the search in results/ whose factors are taken, instead of making it again."""
 
     def row(self, name: str) -> Row:
         """The row of a name: METHOD@LENGTH, METHOD@LENGTH-seedN, or one of its own."""
@@ -376,10 +378,11 @@ class Base:
     def _board_row(self, name: str, length: int, seed: int) -> Row:
         method, training, suffix = METHODS[name], self.lengths[length], f"@{label(length)}"
         rows = training.batch_rows * length // self.window if method.in_window else training.batch_rows
+        make = found(self.kept[name, length], 0) if (name, length) in self.kept else method.make
         return Row(
             title=method.title,
             table=f"{self.title}, {label(length)}",
-            make=same_as(name) if seed and method.make else method.make,
+            make=same_as(name) if seed and make else make,
             window=method.window,
             length=length,
             mix=f"mix-{label(self.window if method.in_window else length)}",
@@ -433,6 +436,10 @@ BASES: dict[str, Base] = {
             128 * K: Training(steps=60, batch_rows=2, lengths=(8 * K, 32 * K, 128 * K)),
         },
         rows=SMOLLM2_ROWS,
+        kept={
+            ("paper", 32 * K): "paper", ("released", 32 * K): "paper-released", ("wide", 32 * K): "wide-keys",
+            ("paper", 128 * K): "paper", ("wide", 128 * K): "wide-keys",
+        },  # fmt: skip
     ),
     # The rates of the larger ones were not tuned.
     "tinyllama": Base(
