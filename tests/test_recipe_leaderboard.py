@@ -121,6 +121,8 @@ def test_the_mixes_of_stored_rows_are_what_they_were(rows):
             "short": (8191, 4), "recall-8k": (8192, 2), "long": (target - 1, 4), long["path"]: (target, 10),
         }  # fmt: skip
         assert mix.recall == {"recall-8k": (8192, 256, 32), long["path"]: (target, count // 2, target // 256)}
+    switched = rows.Mix(window=192, target=2 * K, rows=240)  # a calibrated switch within the tiny model's window
+    assert switched.recall[switched.short_recall][2] == 1
 
 
 def test_every_row_can_be_trained_with_its_options(recipe, rows):
@@ -184,6 +186,7 @@ def test_without_data_nothing_is_measured_on_books_that_are_trained_on(recipe, t
 def test_searches_are_ones_that_can_be_made(rows, bench, monkeypatch):
     made, warm = [], replace(longrope2.rescale("tiny", "yarn", 1024), long_attention_factor=1.2)
     monkeypatch.setattr(rows, "search_factors", lambda model, length, folder, **options: made.append(options) or warm)
+    bench.family = replace(bench.family, kept={})
     names = ("longrope", "paper", "wide", "plain", "all", "paper-64k", "wide-64k", "longrope@128k", "wide@128k")
     for name in (*names, "released@32k"):
         row = bench.family.row(name)

@@ -153,7 +153,7 @@ class Mix:
             return {}
         share = 10 if self.target > self.window else 3  # one row in so many
         short = self.short_documents or max(self.rows // share, 1) * self.target // self.window
-        found = {self.short_recall: (self.window, short, self.window // 256)}
+        found = {self.short_recall: (self.window, short, max(self.window // 256, 1))}
         if self.target > self.window:
             found[self.long_recall] = (self.target, max(self.rows // 2, 1), self.target // 256)
         return found
@@ -437,9 +437,12 @@ BASES: dict[str, Base] = {
         },
         rows=SMOLLM2_ROWS,
         kept={
-            ("paper", 32 * K): "paper", ("released", 32 * K): "paper-released", ("wide", 32 * K): "wide-keys",
-            ("paper", 128 * K): "paper", ("wide", 128 * K): "wide-keys",
-        },  # fmt: skip
+            ("paper", 32 * K): "paper",
+            ("released", 32 * K): "paper-released",
+            ("wide", 32 * K): "wide-keys",
+            ("paper", 128 * K): "paper",
+            ("wide", 128 * K): "wide-keys",
+        },
     ),
     # The rates of the larger ones were not tuned.
     "tinyllama": Base(

@@ -82,9 +82,15 @@ def require_same(
     before: Values, now: Values, subject: str, *, hint: str, error: type[LongRopeError] = LongRopeError
 ) -> None:
     """Refuse to go on with what was made with other options, or from something else, and name every difference."""
-    found = [f"{name}: {old!r} on disk, {new!r} now" for name, (old, new) in differences(before, now).items()]
+    found = [
+        f"{name}: {_shown(old)} on disk, {_shown(new)} now" for name, (old, new) in differences(before, now).items()
+    ]
     if found:
         raise error(all_problems(subject, found), hint=hint)
+
+
+def _shown(value: Any) -> str:
+    return "not set" if value is None else repr(value)
 
 
 def _flat(values: Values, prefix: str = "") -> dict[str, Any]:

@@ -196,9 +196,9 @@ def test_the_journal_of_another_version_of_the_search_is_refused(tmp_path):
         ),
         (
             {"config": {"seed": 0, "shape": (1, 2), "books": "x", "schedule": {"size": 3}}, "documents": "d"},
-            "- config.books: None on disk, 'x' now\n  - config.schedule.size: None on disk, 3 now",
+            "- config.books: not set on disk, 'x' now\n  - config.schedule.size: not set on disk, 3 now",
         ),
-        ({"dtype": "float32"}, "dtype: None on disk, 'float32' now"),
+        ({"dtype": "float32"}, "dtype: not set on disk, 'float32' now"),
     ],
 )
 def test_the_journal_of_another_search_is_refused(tmp_path, change, message):

@@ -334,7 +334,7 @@ def test_auto_is_plain_on_a_cpu_and_goes_on_with_what_has_begun(sample, tmp_path
         patch.setattr("longrope2.training.log.StepReporter.step", stop_after_three)
         with pytest.raises(BrokenOffError):
             sample.run(tmp_path / "small", memory="small")
-    with pytest.raises(LongRopeError, match="precision: 'bfloat16' on disk, None now"):
+    with pytest.raises(LongRopeError, match="precision: 'bfloat16' on disk, not set now"):
         sample.run(tmp_path / "small", memory="host")
     assert_same(small, weights_of(sample.run(tmp_path / "small")))
 

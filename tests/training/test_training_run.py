@@ -352,7 +352,7 @@ def test_other_folders_are_refused(sample, finished, tmp_path):
     output, _ = finished
     with pytest.raises(LongRopeError, match=r"2 problems\s+- steps: 4 on disk, 5 now\s+- learning_rate: 0\.01 on disk"):
         sample.run(output, steps=5, learning_rate=1e-3)
-    with pytest.raises(LongRopeError, match="lora: None on disk, 2 now"):
+    with pytest.raises(LongRopeError, match="lora: not set on disk, 2 now"):
         sample.run(output, lora=2)
     killed = tmp_path / "killed"
     killed.mkdir()
