@@ -183,6 +183,21 @@ def test_a_table_for_each_leaderboard_and_length(tmp_path):
     assert window["original"]["RULER"].score == 50
 
 
+def test_methods_stand_in_the_order_of_their_mean_ranks_after_the_original(tmp_path):
+    perplexity = ("perplexity", "full", LENGTH)
+    write_row(tmp_path, "a-worst", needles([0.0] * 10) | {perplexity: [3.0, 3.1]}, table="t")
+    write_row(tmp_path, "b-unmeasured", {("niah", "niah", 2048): [1.0]}, table="t")
+    write_row(tmp_path, "c-second", needles([0.0] * 5 + [1.0] * 5) | {perplexity: [2.0, 2.1]}, table="t")
+    write_row(tmp_path, "d-best", needles([1.0] * 10) | {perplexity: [2.5, 2.6]}, table="t")
+    write_row(tmp_path, "e-best-too", needles([1.0] * 10) | {perplexity: [2.4, 2.5]}, table="t")
+    write_row(tmp_path, "original", needles([0.0] * 10) | {perplexity: [9.0, 9.1]}, factors=None, table="t")
+    record = leaderboards([tmp_path], against="a-worst")
+    order = ["original", "e-best-too", "c-second", "d-best", "a-worst", "b-unmeasured"]
+    assert list(record.boards[0].standings) == order
+    assert [row[0] for row in record.tables[0].rows] == order
+    assert [row[0] for row in record.tables[1].rows] == order[:4]
+
+
 def test_measures_are_ranked_against_ruler(tmp_path):
     rng = np.random.default_rng(4)
     for number in range(8):

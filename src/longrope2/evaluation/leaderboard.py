@@ -257,6 +257,7 @@ def _board(
         for name, standing in _ranked(lines, measure).items():
             standings[name][measure.title] = standing
     original = _original(lines)
+    standings = _in_order(standings, measures, original)
     short = any(SUITES[measure.suite].is_retention for measure in measures)
     return Leaderboard(
         table=table,
@@ -267,6 +268,27 @@ def _board(
         differences={} if reference is None else _differences(lines, measures, reference),
         correlations=_correlations([line for line in lines if line is not original], measures),
     )
+
+
+def _in_order(
+    standings: dict[str, dict[str, Standing]], measures: Sequence[Measure], original: Line | None
+) -> dict[str, dict[str, Standing]]:
+    """The original first, then lines by their mean rank over the measures that they have."""
+
+    def mean_rank(name: str) -> float:
+        ranks = []
+        for measure in measures:
+            scores = {
+                other: measure.better(own[measure.title].score)
+                for other, own in standings.items()
+                if measure.title in own
+            }
+            if name in scores:
+                ranks.append(sum(score > scores[name] for score in scores.values()))
+        return sum(ranks) / len(ranks) if ranks else math.inf
+
+    first = original and original.name
+    return {name: standings[name] for name in sorted(standings, key=lambda name: (name != first, mean_rank(name)))}
 
 
 def _retention(lines: Sequence[Line], original: Line) -> dict[str, float]:
@@ -360,7 +382,8 @@ def _tables(board: Leaderboard, measures: Sequence[Measure], against: str | None
     }
     shown = "".join(text for row in rows for text in row[1:])
     lower = [title for title, number in places.items() if number == 3]
-    captions = [text for mark, text in marks.items() if mark in shown]
+    captions = ["ordered by the mean rank over all columns"] if len(rows) > 2 else []
+    captions += [text for mark, text in marks.items() if mark in shown]
     captions += [f"lower is better: {', '.join(lower)}"] if lower else []
     columns = ["Method", *titles, *(["Retention"] if board.retention else [])]
     tables = [Table(title=head, columns=columns, rows=rows, caption="; ".join(captions))]
@@ -370,8 +393,9 @@ def _tables(board: Leaderboard, measures: Sequence[Measure], against: str | None
                 title=f"{head}, against {against}",
                 columns=["Method", *titles],
                 rows=[
-                    [name, *(_difference(own.get(title)) for title in titles)]
-                    for name, own in board.differences.items()
+                    [name, *(_difference(board.differences[name].get(title)) for title in titles)]
+                    for name in board.standings
+                    if name in board.differences
                 ],
                 caption="points more (percent more of a perplexity), question by question; p after Holm's correction "
                 "over all cells of this table; bold: p < 0.05",
