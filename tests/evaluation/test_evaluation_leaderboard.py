@@ -14,7 +14,9 @@ from longrope2.errors import LongRopeError
 from longrope2.evaluation.leaderboard import leaderboards
 from longrope2.intervals import holm, paired, paired_p, rank_correlation, student, student_p
 
-ROWS = Path(__file__).parents[2] / "results" / "smollm2" / "rows"
+ROOT = Path(__file__).parents[2]
+ROWS = ROOT / "results" / "smollm2" / "rows"
+BOARDS = ROOT / "results" / "leaderboard"
 LENGTH = 8192
 FACTORS = {"original_length": 2048, "target_length": LENGTH}
 
@@ -210,6 +212,13 @@ def test_measures_are_ranked_against_ruler(tmp_path):
     assert found["Perplexity of books, full windows"].spearman == pytest.approx(1)
     assert {entry.rows for entry in found.values()} == {8}
     assert abs(found["Needle in a Haystack"].spearman) < 0.6
+
+
+@pytest.mark.parametrize("folder", sorted(BOARDS.iterdir()), ids=lambda folder: folder.name)
+def test_the_published_tables_are_those_of_their_rows(folder):
+    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    for table in leaderboards([folder], against="YaRN").tables:
+        assert table.markdown().strip() in page, table.title
 
 
 def test_the_leaderboard_of_the_stored_rows(tmp_path):
