@@ -30,7 +30,6 @@ from longrope2.search.config import search_config
 from longrope2.training.config import train_config
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "leaderboard"
-KEPT = RECIPE.parents[1] / "results" / "search" / "smollm2"
 K = 1024
 
 
@@ -260,7 +259,9 @@ def test_factors_to_rank_are_those_that_results_hold(rows, bench, smollm2_rope, 
 def test_what_a_search_in_results_has_found_is_not_searched_again(recipe, rows, bench, smollm2_rope):
     smollm2 = recipe.BASES["smollm2"]
     for (method, length), variant in smollm2.kept.items():
-        stored = json.loads((KEPT / f"search-smollm2-{length // K}k.json").read_text())["rows"]
+        stored = json.loads((rows.KEPT / "search" / "smollm2" / f"search-smollm2-{length // K}k.json").read_text())[
+            "rows"
+        ]
         (entry,) = (row for row in stored if (row["name"], row["seed"]) == (variant, 0))
         factors = bench.factors(f"{method}@{length // K}k")
         assert (factors.long, factors.target_length) == (tuple(entry["factors"]), length)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
 from pathlib import Path
+from statistics import fmean
 
 from longrope2.errors import DataError, LongRopeError, chosen
 from longrope2.evaluation.compare import EVALUATE, read_results, split_name
@@ -252,12 +253,18 @@ def _within_reach(lines: Sequence[Line], tasks: Iterable[str]) -> tuple[str, ...
 def _board(
     table: str, lines: Sequence[Line], length: int, measures: Sequence[Measure], reference: Line | None
 ) -> Leaderboard:
-    standings: dict[str, dict[str, Standing]] = {line.name: {} for line in lines}
-    for measure in measures:
-        for name, standing in _ranked(lines, measure).items():
-            standings[name][measure.title] = standing
+    """The original first, then lines by their mean rank over the measures that they have."""
     original = _original(lines)
-    standings = _in_order(standings, measures, original)
+    found: dict[str, dict[str, Standing]] = {line.name: {} for line in lines}
+    ranks: dict[str, list[int]] = {line.name: [] for line in lines}
+    for measure in measures:
+        ranked = _ranked(lines, measure)
+        scores = [measure.better(standing.score) for standing in ranked.values()]
+        for name, standing in ranked.items():
+            found[name][measure.title] = standing
+            ranks[name].append(sum(score > measure.better(standing.score) for score in scores))
+    lines = sorted(lines, key=lambda line: (line is not original, fmean(ranks[line.name] or [math.inf])))
+    standings = {line.name: found[line.name] for line in lines}
     short = any(SUITES[measure.suite].is_retention for measure in measures)
     return Leaderboard(
         table=table,
@@ -268,27 +275,6 @@ def _board(
         differences={} if reference is None else _differences(lines, measures, reference),
         correlations=_correlations([line for line in lines if line is not original], measures),
     )
-
-
-def _in_order(
-    standings: dict[str, dict[str, Standing]], measures: Sequence[Measure], original: Line | None
-) -> dict[str, dict[str, Standing]]:
-    """The original first, then lines by their mean rank over the measures that they have."""
-
-    def mean_rank(name: str) -> float:
-        ranks = []
-        for measure in measures:
-            scores = {
-                other: measure.better(own[measure.title].score)
-                for other, own in standings.items()
-                if measure.title in own
-            }
-            if name in scores:
-                ranks.append(sum(score > scores[name] for score in scores.values()))
-        return sum(ranks) / len(ranks) if ranks else math.inf
-
-    first = original and original.name
-    return {name: standings[name] for name in sorted(standings, key=lambda name: (name != first, mean_rank(name)))}
 
 
 def _retention(lines: Sequence[Line], original: Line) -> dict[str, float]:
@@ -382,7 +368,7 @@ def _tables(board: Leaderboard, measures: Sequence[Measure], against: str | None
     }
     shown = "".join(text for row in rows for text in row[1:])
     lower = [title for title, number in places.items() if number == 3]
-    captions = ["ordered by the mean rank over all columns"] if len(rows) > 2 else []
+    captions = ["ordered by the mean rank over all measures"] if len(rows) > 2 else []
     captions += [text for mark, text in marks.items() if mark in shown]
     captions += [f"lower is better: {', '.join(lower)}"] if lower else []
     columns = ["Method", *titles, *(["Retention"] if board.retention else [])]
@@ -393,9 +379,8 @@ def _tables(board: Leaderboard, measures: Sequence[Measure], against: str | None
                 title=f"{head}, against {against}",
                 columns=["Method", *titles],
                 rows=[
-                    [name, *(_difference(board.differences[name].get(title)) for title in titles)]
-                    for name in board.standings
-                    if name in board.differences
+                    [name, *(_difference(own.get(title)) for title in titles)]
+                    for name, own in board.differences.items()
                 ],
                 caption="points more (percent more of a perplexity), question by question; p after Holm's correction "
                 "over all cells of this table; bold: p < 0.05",

@@ -71,7 +71,7 @@ class Recipe:
     def search_config(self) -> SearchConfig:
         """What [search] says; the space, where it does not say, is the one that suits what follows.
 
-        Before training the wide space finds far more needles, after it the paper's does (docs/results.md).
+        Before training the wide space finds far more needles; after it the paper's does on SmolLM2 (docs/results.md).
         """
         suits = {} if self.trains or self.search.get("method") == "longrope" else {"space": "wide"}
         return search_config(target_length=self.target_length, **{**suits, **self.search})
