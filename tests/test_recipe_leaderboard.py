@@ -428,10 +428,12 @@ def test_rows_are_measured_while_the_next_one_is_trained(recipe, bench, monkeypa
     monkeypatch.setattr(
         recipe.subprocess, "run", lambda command, check: asked.append(command) or measured(command, check)
     )
-    left["yarn@32k"], left["ntk@32k"] = {"arc": 1.0}, {}
+    left["yarn@32k"], left["ntk@32k"] = {"arc": 1.0, "ruler": 3.0, "needles": 2.0}, {}
+    asked.clear()
     monkeypatch.setattr("sys.argv", ["run.py", "smollm2", "m", "yarn@32k", "-o", str(bench.output), "--beside", "1"])
     assert recipe.main() == 0
-    assert "--data" not in asked[-2]
+    assert not any("--data" in command for command in asked[::2])
+    assert [part for _, part in asked[1::2]] == ["ruler", "needles", "arc"]
 
 
 @pytest.mark.slow

@@ -408,7 +408,10 @@ class Bench:
 
 
 def measure_beside(bench: Bench, options: argparse.Namespace, only: set[str] | None, until: float | None) -> int:
-    """Train rows one after the other, and measure those that are trained in processes beside it; how many failed."""
+    """Train rows one after the other, and measure those that are trained in processes beside it; how many failed.
+
+    The longest part of a row comes first, or the other processes would wait for it in the end.
+    """
 
     def measured(name: str, part: str) -> bool:
         command = [sys.executable, __file__, options.base, options.model, name, "--only", part]
@@ -425,7 +428,9 @@ def measure_beside(bench: Bench, options: argparse.Namespace, only: set[str] | N
                 bench.run(name, set(), until)
                 left = bench.expected(name)
                 if left.keys().isdisjoint(("repair", "factors", "train")):
-                    parts += [pool.submit(measured, name, part) for part in left if only is None or part in only]
+                    longest_first = sorted(left, key=left.__getitem__, reverse=True)
+                    wanted = [part for part in longest_first if only is None or part in only]
+                    parts += [pool.submit(measured, name, part) for part in wanted]
             return sum(not part.result() for part in parts)
         finally:
             pool.shutdown(cancel_futures=True)
