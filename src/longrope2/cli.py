@@ -583,8 +583,9 @@ def extend(
 ) -> None:
     """Take a model to a longer window, from the search to a report.
 
-    Stages: search, data, train, evaluate, export, verify, report. MODEL defaults to the recipe's, or to tiny. Without
-    texts to train on ([[source]] in a recipe), data and train are skipped.
+    Stages: search, calibrate, data, train, evaluate, export, verify, report. MODEL defaults to the recipe's, or to
+    tiny. Without texts to train on ([[source]] in a recipe), data and train are skipped; without a table [calibrate],
+    that stage.
 
     Run the same command again after an interruption: finished stages are skipped, and stages whose options have
     changed run again. The exit code is 1 if an engine that was asked computes the export wrongly. On several GPUs:

@@ -15,12 +15,15 @@ from longrope2.records import RecordError, RunRecord, StepRecord
 from longrope2.runfolder import RunFolder
 
 LEDGER = "pipeline.json"
-STAGES = ("search", "data", "train", "evaluate", "export", "verify", "report")
+STAGES = ("search", "calibrate", "data", "train", "evaluate", "export", "verify", "report")
 TRAINING = ("data", "train")
 """The stages that need texts to train on."""
 FACTORS = "search/factors.json"
 SEARCH = "search/search.json"
 HISTORY = "search/history.jsonl"
+CALIBRATION = "calibrate/calibration.json"
+CALIBRATED = "calibrate/factors.json"
+"""Those of the search, with the switch that was measured."""
 PLAN = "data/plan.jsonl"
 RECALL_DOCUMENTS = "data/recall.jsonl"
 TRAIN = "train"

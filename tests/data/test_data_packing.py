@@ -10,7 +10,7 @@ from data_samples import MARKS, MemoryCorpus, plan_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longrope2.data.config import Bucket, Mix, PlanConfig, Source, default_buckets
+from longrope2.data.config import Bucket, Mix, PlanConfig, Source, chained_buckets, default_buckets, ending_at
 from longrope2.data.corpus import Marks
 from longrope2.data.packing import Piece, apportion, fill_short, make_pieces, rows_within
 from longrope2.data.plan import Plan, make_plan, read_plan
@@ -321,6 +321,22 @@ def test_an_empty_bucket_leaves_the_others():
     assert empty in plan.report.warnings
     short, _ = plan_of([30] * 100 + [80] * 100, rows=30)
     assert any(warning.endswith(f"use --repeat{advice})") for warning in short.report.warnings)
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"),
+    [
+        (6144, [(0, 4096), (4096, 6144), (6144, 32768)]),  # the bucket that reaches over it, and the next one
+        (4096, [(0, 4096), (4096, 8192), (8192, 32768)]),
+        (3072, [(0, 3072), (3072, 8192), (8192, 32768)]),
+        (20000, [(0, 4096), (4096, 8192), (8192, 20000)]),  # the last one has none after it
+    ],
+)
+def test_buckets_can_end_at_a_length(length, expected):
+    buckets = chained_buckets([{"up_to": end, "quota": 1} for end in (4096, 8192, 32768)])
+    assert [(bucket.above, bucket.up_to) for bucket in ending_at(length, buckets)] == expected
+    apart = (Bucket(up_to=4096, quota=1), Bucket(above=5000, up_to=8192, quota=2))
+    assert [(bucket.above, bucket.up_to) for bucket in ending_at(3072, apart)] == [(0, 3072), (5000, 8192)]
 
 
 def test_default_buckets_are_the_papers():

@@ -45,6 +45,12 @@ WRONG = {
     RECALL: ('buckets = ["recal"]', "no bucket is called 'recal'"),
     "up_to = 511": ("up_to = 200", "must end above its start"),
     NIAH: ("", "evaluate 1: suites is missing"),
+    "[search]\ndocuments": ("[calibrate]\ndocuments = 3\n[search]\ndocuments", "calibrate: calibration: documents must have at least"),
+    "[search]\ndocuments = 1": ("[calibrate]\nstore = true\n[search]", "calibrate: unknown key 'store'"),
+    TRAIN + "batch_rows": (
+        '[calibrate]\n[train]\nwindow = "single"\nbatch_rows',
+        "one RoPE at every length has no switch",
+    ),
     TRAIN + "batch_rows = 2": (TRAIN + "batch_rows = 0", "train: batch_rows must be at least 1"),
 }
 

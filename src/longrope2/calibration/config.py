@@ -26,7 +26,9 @@ class CalibrationConfig:
     depths: tuple[float, ...] = option((0.0, 0.25, 0.5, 0.75, 1.0), "Positions of the needles.", command=False)
     books: str | None = option(None, "Folder, file or hub dataset; default: the package's books.", metavar="SOURCE")
     seed: int = option(0, "The same seed gives the same result.", least=0)
-    store: bool = option(False, "Write the recommended length into the model's config.json.", elastic=True)
+    store: bool = option(
+        False, "Write the recommended length into the model's config.json.", elastic=True, recipe=False
+    )
 
     def check(self, target_length: int, tokenizer: Any) -> None:
         """Refuse what cannot be measured."""

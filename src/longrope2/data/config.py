@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -139,6 +139,17 @@ def chained_buckets(tables: Sequence[Mapping[str, Any]]) -> tuple[Bucket, ...]:
         begin = buckets[-1].up_to if buckets else 0
         buckets.append(build(Bucket, "bucket", {"above": begin, **table}))
     return tuple(buckets)
+
+
+def ending_at(length: int, buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
+    """The same buckets, where the one that reaches over a length ends there, and the next begins there."""
+    found = list(buckets)
+    for number, bucket in enumerate(found):
+        if bucket.above < length < bucket.up_to:
+            found[number] = replace(bucket, up_to=length)
+            if number + 1 < len(found) and found[number + 1].above == bucket.up_to:
+                found[number + 1] = replace(found[number + 1], above=length)
+    return tuple(found)
 
 
 def parse_buckets(text: str) -> tuple[Bucket, ...]:

@@ -142,15 +142,16 @@ class Extension:
         if "space" not in recipe.search and recipe.search.get("method") != "longrope":
             why = "the model is trained" if recipe.trains else "the model is not trained"
             self.notes.append(f"search: space {recipe.search_config().space}, since {why} (see docs/extend.md)")
+        known = [stage for stage in STAGES if stage != "calibrate" or recipe.calibrate is not None]
         if recipe.trains:
-            return list(STAGES)
+            return known
         if any(stage in Ledger(self.folder).steps for stage in TRAINING):
             raise LongRopeError(
                 f"{self.folder}: begun with texts to train on, and this recipe names no [[source]]",
                 hint="give the recipe again (--config), or another folder",
             )
         self.notes.append(UNTRAINED)
-        return [stage for stage in STAGES if stage not in TRAINING]
+        return [stage for stage in known if stage not in TRAINING]
 
     def _all_inputs(self) -> dict[str, dict[str, Any]]:
         """What decides the result of each step, the results it needs included."""

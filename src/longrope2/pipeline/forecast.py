@@ -21,7 +21,7 @@ from longrope2.evaluation.suites import SUITES
 from longrope2.export.config import ExportTable, VerifyConfig
 from longrope2.export.engines import verifiable
 from longrope2.export.verify import FORWARDS, is_installed
-from longrope2.methods import METHODS
+from longrope2.methods import METHODS, rescale
 from longrope2.models import skeleton
 from longrope2.pipeline.extend import Extension
 from longrope2.pipeline.stages import DATA_PATHS, Setting, Step
@@ -54,7 +54,15 @@ COPY_RATE = 5e8
 """Bytes a second to read, convert and write weights."""
 DECODING = 1.3
 """Evaluations: reading prompts, and the answers."""
-OVERHEAD_SECONDS = {"search": 10.0, "data": 20.0, "train": 10.0, "evaluate": 5.0, "verify": 15.0, "report": 5.0}
+OVERHEAD_SECONDS = {
+    "search": 10.0,
+    "calibrate": 10.0,
+    "data": 20.0,
+    "train": 10.0,
+    "evaluate": 5.0,
+    "verify": 15.0,
+    "report": 5.0,
+}
 TOO_LONG = 86_400.0
 """Seconds from which on a forecast says what else to do."""
 
@@ -158,6 +166,7 @@ def forecast(extension: Extension, gpu: str | None = None) -> dict[str, Any]:
 def _needs(setting: Setting, step: Step, shape: ModelShape, machine: Machine, reasons: Mapping[str, str]) -> Needs:
     makers: dict[str, Callable[..., Needs]] = {
         "search": _search,
+        "calibrate": _calibrate,
         "data": _data,
         "train": partial(_train, is_planned="data" not in reasons),
         "evaluate": _evaluate,
@@ -201,6 +210,19 @@ def search_needs(config: SearchConfig, rope: RopeSpec, shape: ModelShape, machin
         disk=300.0 * most,
         note=f"about {compared + round(left * (most - compared)):,} documents read"
         + (f", {most:,} without racing" if left < 1 else ""),
+    )
+
+
+def _calibrate(setting: Setting, _: Step, shape: ModelShape, machine: Machine) -> Needs:
+    """Each document is read under both RoPEs."""
+    config, window = setting.recipe.calibration_config(), setting.info.rope.original_length
+    lengths = config.all_lengths(rescale("none", setting.info.rope, setting.recipe.target_length))
+    read = 2 * config.documents
+    return Needs(
+        seconds=OVERHEAD_SECONDS["calibrate"] + read * sum(reading_seconds(shape, machine, n) for n in lengths),
+        memory=_reading_memory(shape, machine, max(lengths)),
+        disk=1e6,
+        note=f"{read * len(lengths):,} documents read, at lengths around {window:,}",
     )
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from longrope2 import ledger
+from longrope2.calibration.config import CalibrationConfig
 from longrope2.console import say
-from longrope2.data.config import Bucket, PlanConfig, RecallConfig, Source, beside, chained_buckets
+from longrope2.data.config import Bucket, PlanConfig, RecallConfig, Source, beside, chained_buckets, ending_at
 from longrope2.errors import LongRopeError, all_problems
 from longrope2.evaluation.config import EvaluationConfig
 from longrope2.export.config import ExportTable, VerifyConfig, unknown_engine
@@ -53,6 +54,8 @@ class Recipe:
     methods: tuple[str, ...] = option(("pi", "ntk", "yarn"), "Closed forms to compare with.")
     description: str = option("", "Free text for readers of the recipe.")
     search: Table = field(default_factory=dict)
+    calibrate: Table | None = None
+    """Measures where to switch: training, and all that follows, goes by it. None: at the trained window."""
     plan: Table = field(default_factory=dict)
     source: tuple[Table, ...] = ()
     bucket: tuple[Table, ...] = ()
@@ -76,12 +79,20 @@ class Recipe:
         suits = {} if self.trains or self.search.get("method") == "longrope" else {"space": "wide"}
         return search_config(target_length=self.target_length, **{**suits, **self.search})
 
-    def plan_config(self, original_length: int) -> PlanConfig:
-        """What [plan] and [[bucket]] say."""
+    def calibration_config(self) -> CalibrationConfig:
+        """What [calibrate] says; the books are those of the search where it names none."""
+        return CalibrationConfig(**{"books": self.search.get("books"), **(self.calibrate or {})})
+
+    def plan_config(self, switch_length: int) -> PlanConfig:
+        """What [plan] and [[bucket]] say; a bucket that reaches over the switch ends there, and the next begins there.
+
+        Nobody can know a switch that is measured when they write buckets.
+        """
+        buckets = chained_buckets(self.bucket)
         return PlanConfig(
             target_length=self.target_length,
-            original_length=original_length,
-            buckets=chained_buckets(self.bucket),
+            original_length=switch_length,
+            buckets=buckets if self.calibrate is None else ending_at(switch_length, buckets),
             **self.plan,
         )
 
@@ -106,6 +117,7 @@ def default_evaluations(original_length: int, target_length: int) -> tuple[Table
 
 TABLES: dict[str, type] = {
     "search": SearchConfig,
+    "calibrate": CalibrationConfig,
     "plan": PlanConfig,
     "source": Source,
     "bucket": Bucket,

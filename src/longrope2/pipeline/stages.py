@@ -10,6 +10,9 @@ from typing import Any
 
 from longrope2 import ledger
 from longrope2.books import read_books
+from longrope2.calibration.calibrate import calibrate, switching_at
+from longrope2.calibration.config import CalibrationConfig
+from longrope2.console import say
 from longrope2.data.config import PACKAGE_BOOKS, Mix, RecallConfig, Source
 from longrope2.data.dataset import reopen
 from longrope2.data.plan import Plan, read_plan, write_plan
@@ -72,12 +75,24 @@ class Setting:
         }
 
     @property
+    def factors_from(self) -> str:
+        """The step whose factors the model is extended with."""
+        return "search" if self.recipe.calibrate is None else "calibrate"
+
+    @property
     def factors(self) -> RescaleFactors:
-        """What the search found."""
+        """What the search found, with the switch that was measured, if one was."""
+        if self.recipe.calibrate is not None:
+            return RescaleFactors.load(self.folder / ledger.CALIBRATED)
         if "search" in self.results:
             found: RescaleFactors = self.results["search"].factors
             return found
         return RescaleFactors.load(self.folder / ledger.FACTORS)
+
+    @property
+    def switch_length(self) -> int:
+        """Up to where the original RoPE is used: the trained window, unless it is measured."""
+        return self.info.rope.original_length if self.recipe.calibrate is None else self.factors.original_length
 
     @property
     def plan(self) -> Plan:
@@ -175,6 +190,40 @@ def _search(setting: Setting, _: Sequence[Step]) -> Iterator[Step]:
     )
 
 
+# Calibration
+
+
+def _check_calibrate(setting: Setting) -> Iterator[str]:
+    recipe = setting.recipe
+    if recipe.calibrate is None:
+        yield "the recipe has no table [calibrate]"
+        return
+    yield from _complaints(recipe.calibration_config().check, recipe.target_length, load_tokenizer(setting.info))
+    trained_as_one = recipe.trains and train_config(**recipe.train).window == "single"
+    if trained_as_one or (not recipe.search_config().problems() and _gives_up_original(setting)):
+        yield "a model with one RoPE at every length has no switch ([calibrate] goes with two)"
+
+
+def _calibrate(setting: Setting, _: Sequence[Step]) -> Iterator[Step]:
+    if setting.recipe.calibrate is None:
+        return  # done before, by a recipe that had the table
+    config = setting.recipe.calibration_config()
+    yield Step(
+        name="calibrate",
+        needs=("search",),
+        options=by_content(identity(config), "books"),
+        outputs=(ledger.CALIBRATED, ledger.CALIBRATION),
+        work=partial(_calibrated, setting, config),
+    )
+
+
+def _calibrated(setting: Setting, config: CalibrationConfig, _: World) -> None:
+    path = setting.folder / ledger.FACTORS
+    record = calibrate(setting.info.name, config, (setting.folder / ledger.CALIBRATION).parent, factors=path)
+    say(record.in_words())
+    switching_at(RescaleFactors.load(path), record.switch_length).save(setting.folder / ledger.CALIBRATED)
+
+
 # Data
 
 
@@ -225,7 +274,8 @@ def _data(setting: Setting, _: Sequence[Step]) -> Iterator[Step]:
         "bucket": list(recipe.bucket),
         "recall": by_content(recipe.recall or {}, "books"),
     }
-    yield Step(name="data", options=options, outputs=(ledger.PLAN,), work=partial(_plan, setting))
+    needs = () if recipe.calibrate is None else ("calibrate",)
+    yield Step(name="data", needs=needs, options=options, outputs=(ledger.PLAN,), work=partial(_plan, setting))
 
 
 def _plan(setting: Setting, _: World) -> Plan:
@@ -234,7 +284,7 @@ def _plan(setting: Setting, _: World) -> Plan:
     recall = setting.folder.absolute() / ledger.RECALL_DOCUMENTS
     if recipe.recall is not None:
         write_recall(load_tokenizer(info), RecallConfig(**recipe.recall), recall)
-    mix = Mix(sources=recipe.sources(recall), plan=recipe.plan_config(info.rope.original_length))
+    mix = Mix(sources=recipe.sources(recall), plan=recipe.plan_config(setting.switch_length))
     return write_plan(info, mix, setting.folder / ledger.PLAN, setting.cache)
 
 
@@ -273,7 +323,7 @@ def _train(setting: Setting, _: Sequence[Step]) -> Iterator[Step]:
     options |= precision_option(train_config(**setting.recipe.train))
     yield Step(
         name="train",
-        needs=("search", "data"),
+        needs=(setting.factors_from, "data"),
         options=options,
         outputs=(ledger.TRAINED,),
         work=partial(_trained, setting),
@@ -289,7 +339,7 @@ def _trained(setting: Setting, here: World) -> TrainingRecord:
         here,
         factors=setting.factors,
         plan=setting.plan,
-        original_length=setting.recipe.original_length,
+        original_length=setting.factors.original_length,
         cache=setting.cache,
         wandb=setting.wandb,
     )
@@ -313,7 +363,7 @@ def _check_evaluate(setting: Setting) -> Iterator[str]:
 
 def _evaluate(setting: Setting, before: Sequence[Step]) -> Iterator[Step]:
     recipe = setting.recipe
-    needs = {ledger.SEARCHED: ("search",), ledger.AFTER_TRAINING: ("train",)}
+    needs = {ledger.SEARCHED: (setting.factors_from,), ledger.AFTER_TRAINING: ("train",)}
     trained = [ledger.AFTER_TRAINING] if any(step.name == "train" for step in before) else []
     tables: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
     for number, table in enumerate(recipe.evaluate, 1):
@@ -367,7 +417,7 @@ def _evaluated(
         output,
         here,
         factors=factors,
-        original_length=None if factors is None else recipe.original_length,  # a model as it is has its own
+        original_length=None if factors is None else factors.original_length,  # a model as it is has its own
         switch_length=switch_length,
         name=method,
         cache=setting.folder / ledger.EVALUATE / "samples",
@@ -427,7 +477,7 @@ def _export(setting: Setting, before: Sequence[Step]) -> Iterator[Step]:
     model_name = Path(setting.recipe.model).name.removesuffix(".gguf")
     name = f"{model_name}-{length_label(setting.recipe.target_length)}"
     outputs = {format: f"{ledger.EXPORT}/{name}{'.gguf' if format == 'gguf' else ''}" for format in options.formats}
-    source = "train" if any(step.name == "train" for step in before) else "search"
+    source = "train" if any(step.name == "train" for step in before) else setting.factors_from
     evaluations = [step.name for step in before if step.stage == "evaluate"]
     trained, measured = source == "train", bool(evaluations)
     yield Step(
@@ -511,6 +561,7 @@ def _report(setting: Setting, before: Sequence[Step]) -> Iterator[Step]:
 
 CHECKS: Mapping[str, Callable[[Setting], Iterator[str]]] = {
     "search": _check_search,
+    "calibrate": _check_calibrate,
     "data": _check_data,
     "train": _check_train,
     "evaluate": _check_evaluate,
@@ -519,6 +570,7 @@ CHECKS: Mapping[str, Callable[[Setting], Iterator[str]]] = {
 }
 STEPS: Mapping[str, Callable[[Setting, Sequence[Step]], Iterator[Step]]] = {
     "search": _search,
+    "calibrate": _calibrate,
     "data": _data,
     "train": _train,
     "evaluate": _evaluate,

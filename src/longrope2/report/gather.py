@@ -12,6 +12,7 @@ from longrope2.evaluation.compare import read_results
 from longrope2.evaluation.results import RESULTS
 from longrope2.factors import RescaleFactors
 from longrope2.records import (
+    CalibrationRecord,
     EvaluationRecord,
     Grid,
     Measured,
@@ -50,6 +51,7 @@ class RunData:
     steps: dict[str, StepRecord]
     search: SearchRecord | None
     factors: RescaleFactors | None
+    calibration: CalibrationRecord | None
     plan: PlanHeader | None
     log: list[StepLine]
     training: TrainingRecord | None
@@ -94,6 +96,7 @@ def gather(folder: Path) -> RunData:
         steps=steps,
         search=_record(SearchRecord, folder / ledger.SEARCH) if searched else None,
         factors=_factors(folder / ledger.FACTORS) if searched else None,
+        calibration=_record(CalibrationRecord, folder / ledger.CALIBRATION) if "calibrate" in steps else None,
         plan=_record(PlanHeader, folder / ledger.PLAN) if "data" in steps else None,
         log=_log(folder / ledger.TRAINING_LOG, training) if trained else [],
         training=training,
