@@ -69,6 +69,17 @@ def same_as(name: str, **changes: Any) -> Make:
     return needing(make, name)
 
 
+def one_temperature(name: str) -> Make:
+    """The factors of another row with its temperature in short sequences, too, as released longrope models have it:
+    what plain transformers can run."""
+
+    def make(bench: "Bench", row: Row, folder: Path) -> RescaleFactors:
+        factors = bench.factors(row.peer(name))
+        return replace(factors, short_attention_factor=factors.long_attention_factor)
+
+    return needing(make, name)
+
+
 def calibrated(name: str) -> Make:
     """The factors of another row with the switch where `longrope2 calibrate` puts it for the base: the row is trained
     and run with it. Never beyond the window, since the original RoPE is known to work only within."""
@@ -323,6 +334,7 @@ METHODS: dict[str, Method] = {
     "released-cold": Method(
         title="LongRoPE2, searched at the released temperature, trained at 1", make=same_as("released", **COLD)
     ),
+    "released-both": Method(title="LongRoPE2, released temperature at every length", make=one_temperature("released")),
     "wide": Method(title="LongRoPE2 (wide)", make=searched(space="wide")),
     "wide-cold": Method(title="LongRoPE2 (wide), trained at temperature 1", make=same_as("wide", **COLD)),
 }

@@ -45,7 +45,14 @@ WRONG = {
     RECALL: ('buckets = ["recal"]', "no bucket is called 'recal'"),
     "up_to = 511": ("up_to = 200", "must end above its start"),
     NIAH: ("", "evaluate 1: suites is missing"),
-    "[search]\ndocuments": ("[calibrate]\ndocuments = 3\n[search]\ndocuments", "calibrate: calibration: documents must have at least"),
+    "[search]\ndocuments": (
+        "[calibrate]\ndocuments = 3\n[search]\ndocuments",
+        "calibrate: calibration: documents must have at least",
+    ),
+    "up_to = 511\nquota = 1": (
+        "above = 300\nup_to = 511\nquota = 1\n[calibrate]",
+        "calibrate: bucket books must begin where bucket short ends, or",
+    ),
     "[search]\ndocuments = 1": ("[calibrate]\nstore = true\n[search]", "calibrate: unknown key 'store'"),
     TRAIN + "batch_rows": (
         '[calibrate]\n[train]\nwindow = "single"\nbatch_rows',

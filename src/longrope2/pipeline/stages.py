@@ -5,6 +5,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from longrope2.books import read_books
 from longrope2.calibration.calibrate import calibrate, switching_at
 from longrope2.calibration.config import CalibrationConfig
 from longrope2.console import say
-from longrope2.data.config import PACKAGE_BOOKS, Mix, RecallConfig, Source
+from longrope2.data.config import PACKAGE_BOOKS, Mix, RecallConfig, Source, chained_buckets
 from longrope2.data.dataset import reopen
 from longrope2.data.plan import Plan, read_plan, write_plan
 from longrope2.data.recall import write_recall
@@ -202,6 +203,12 @@ def _check_calibrate(setting: Setting) -> Iterator[str]:
     trained_as_one = recipe.trains and train_config(**recipe.train).window == "single"
     if trained_as_one or (not recipe.search_config().problems() and _gives_up_original(setting)):
         yield "a model with one RoPE at every length has no switch ([calibrate] goes with two)"
+    for bucket, following in pairwise(chained_buckets(recipe.bucket)):
+        if bucket.up_to <= setting.info.rope.original_length and bucket.up_to < following.above:
+            yield (
+                f"bucket {following.label} must begin where bucket {bucket.label} ends, or documents that are longer "
+                "than the switch, which is not known yet, may be in neither"
+            )
 
 
 def _calibrate(setting: Setting, _: Sequence[Step]) -> Iterator[Step]:
