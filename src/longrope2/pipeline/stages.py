@@ -227,8 +227,9 @@ def _calibrate(setting: Setting, _: Sequence[Step]) -> Iterator[Step]:
 def _calibrated(setting: Setting, config: CalibrationConfig, _: World) -> None:
     path = setting.folder / ledger.FACTORS
     record = calibrate(setting.info.name, config, (setting.folder / ledger.CALIBRATION).parent, factors=path)
-    say(record.in_words())
-    switching_at(RescaleFactors.load(path), record.switch_length).save(setting.folder / ledger.CALIBRATED)
+    factors = switching_at(RescaleFactors.load(path), record.switch_length)
+    say(f"{record.in_words()}\nswitch: {factors.original_length:,} tokens (at most the trained window)")
+    factors.save(setting.folder / ledger.CALIBRATED)
 
 
 # Data
