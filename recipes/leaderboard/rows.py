@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from longrope2 import RescaleFactors, rescale, search_factors
-from longrope2.calibration.calibrate import calibrate, switching_at
+from longrope2.calibration.calibrate import calibrate
 from longrope2.calibration.config import CalibrationConfig
 from longrope2.errors import LongRopeError, chosen
 
@@ -88,8 +88,8 @@ def calibrated(name: str) -> Make:
         factors = bench.factors(row.peer(name))
         path = bench.output / row.peer(name) / "factors.json"
         config = CalibrationConfig(books=bench.books("search"), **bench.calibration)
-        switch = calibrate(bench.base, config, folder / "calibration", factors=path).switch_length
-        return switching_at(factors, switch)
+        found = calibrate(bench.base, config, folder / "calibration", factors=path)
+        return replace(factors, original_length=found.within_window)
 
     return needing(make, name, calibration=True)
 

@@ -566,6 +566,11 @@ class CalibrationRecord(Record, Recommendation):
     points: tuple[MeasuredLength, ...]
     factors: dict[str, Any]
 
+    @property
+    def within_window(self) -> int:
+        """The switch length to train with: beyond the trained window the original RoPE was never learned."""
+        return min(self.switch_length, self.original_length)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Values:

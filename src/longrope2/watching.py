@@ -11,7 +11,7 @@ from longrope2 import ledger
 from longrope2.console import duration
 from longrope2.errors import LongRopeError, counted
 from longrope2.journal import TIME
-from longrope2.records import RecordError, RunRecord, TrainingSettings, VerifyRecord, parse
+from longrope2.records import CalibrationRecord, RecordError, RunRecord, TrainingSettings, VerifyRecord, parse
 from longrope2.training.log import read_steps
 
 RECENT = 20
@@ -98,6 +98,9 @@ def _progress(folder: Path, stage: str, name: str) -> tuple[float | None, str]:
 def _result(folder: Path, stage: str) -> str:
     if stage == "search":
         return _searching(folder / ledger.HISTORY)[1]
+    if stage == "calibrate":
+        with suppress(LongRopeError, OSError):
+            return f"switch at {CalibrationRecord.load(folder / ledger.CALIBRATION).within_window:,} tokens"
     if stage == "train":
         return _training(folder)[1]
     if stage == "verify":

@@ -15,6 +15,7 @@ from longrope2.factors import RescaleFactors
 from longrope2.pipeline.extend import Extended, Extension
 from longrope2.pipeline.forecast import forecast
 from longrope2.report.gather import gather
+from longrope2.watching import look
 
 ALONE = World(process=0, num_processes=1, local_process=0)
 SWITCH = 192
@@ -86,6 +87,7 @@ def test_the_report_says_where_it_switches(whole):
     page = extended.page.read_text()
     assert "tokens up to which it keeps the original RoPE, measured" in page
     assert f">{SWITCH}<" in page
+    assert next(view.text for view in look(whole) if view.stage == "calibrate") == f"switch at {SWITCH} tokens"
 
 
 def test_steps_that_are_done_stay_done_and_another_switch_undoes_them(place, plain, recipe, whole):

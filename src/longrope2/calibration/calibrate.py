@@ -169,11 +169,6 @@ class _Journal(JournalFile):
         self.scores[str(entry["key"])] = Score(float(entry["nll"]), int(entry["num_tokens"]), bool(entry["exact"]))
 
 
-def switching_at(factors: RescaleFactors, switch_length: int) -> RescaleFactors:
-    """The same factors with the original RoPE up to a measured length, as far as the model's own window."""
-    return replace(factors, original_length=min(switch_length, factors.original_length))
-
-
 def one_sided(factors: RescaleFactors) -> dict[str, RescaleFactors]:
     """The same factors with one side at every length: the original RoPE, or the long one."""
     return {

@@ -11,7 +11,7 @@ from typing import Any
 
 from longrope2 import ledger
 from longrope2.books import read_books
-from longrope2.calibration.calibrate import calibrate, switching_at
+from longrope2.calibration.calibrate import calibrate
 from longrope2.calibration.config import CalibrationConfig
 from longrope2.console import say
 from longrope2.data.config import PACKAGE_BOOKS, Mix, RecallConfig, Source, chained_buckets
@@ -227,8 +227,8 @@ def _calibrate(setting: Setting, _: Sequence[Step]) -> Iterator[Step]:
 def _calibrated(setting: Setting, config: CalibrationConfig, _: World) -> None:
     path = setting.folder / ledger.FACTORS
     record = calibrate(setting.info.name, config, (setting.folder / ledger.CALIBRATION).parent, factors=path)
-    factors = switching_at(RescaleFactors.load(path), record.switch_length)
-    say(f"{record.in_words()}\nswitch: {factors.original_length:,} tokens (at most the trained window)")
+    say(f"{record.in_words()}\nswitch: {record.within_window:,} tokens (at most the trained window)")
+    factors = replace(RescaleFactors.load(path), original_length=record.within_window)
     factors.save(setting.folder / ledger.CALIBRATED)
 
 

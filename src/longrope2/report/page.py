@@ -151,8 +151,7 @@ def _cards(data: RunData, summary: Summary) -> Iterator[tuple[str, str]]:
         original, target = data.factors.original_length, data.factors.target_length
         yield f"{target / original:g}×", f"window, {original:,} → {target:,} tokens"
     if data.calibration:
-        switch = min(data.calibration.switch_length, data.calibration.original_length)
-        yield f"{switch:,}", "tokens up to which it keeps the original RoPE, measured"
+        yield f"{data.calibration.within_window:,}", "tokens up to which it keeps the original RoPE, measured"
     ours = next((method for method in OURS if method in summary.methods), None)
     if ours:
         yield from _score_cards(summary, ours)
