@@ -88,7 +88,8 @@ def test_less_is_asked_at_128k(recipe):
         assert samples == {128 * K: 5, 32 * K: 10}
     assert recipe.evaluation("wordings", far)["lengths"] == (8 * K, 32 * K, 128 * K)
     assert recipe.evaluation("wordings", original)["lengths"] == (8 * K,)
-    assert recipe.evaluation("wordings", smollm2.row("original@32k"))["lengths"][-1] == 32 * K
+    assert recipe.evaluation("wordings", smollm2.row("original@32k"))["lengths"] == (4 * K, 8 * K)
+    assert recipe.evaluation("wordings", recipe.BASES["tiny"].row("original@2k"))["lengths"] == (256, 2 * K)
 
 
 def test_every_row_has_a_mix_of_its_length_with_enough_rows(recipe, tmp_path):

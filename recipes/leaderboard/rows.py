@@ -334,6 +334,9 @@ METHODS: dict[str, Method] = {
     "released-cold": Method(
         title="LongRoPE2, searched at the released temperature, trained at 1", make=same_as("released", **COLD)
     ),
+    "released-switched": Method(
+        title="LongRoPE2, released temperature, calibrated switch", make=calibrated("released")
+    ),
     "released-both": Method(title="LongRoPE2, released temperature at every length", make=one_temperature("released")),
     "wide": Method(title="LongRoPE2 (wide)", make=searched(space="wide")),
     "wide-cold": Method(title="LongRoPE2 (wide), trained at temperature 1", make=same_as("wide", **COLD)),
@@ -403,8 +406,8 @@ class Base:
             learning_rate=training.learning_rate,
             training=training.options,
             evaluations=tuple(name for name in self.asked if length < FAR or name != "needles"),
-            # Beyond its window the model as it is finds nothing, and at FAR that would take half an hour to measure.
-            lengths=tuple(n for n in training.lengths if method.make or length < FAR or n <= self.window),
+            # Beyond its window the model as it is finds nothing, and answers to the last token that it may.
+            lengths=tuple(n for n in training.lengths if method.make or length < 8 * K or n <= self.window),
             batch_rows=rows,
             suffix=suffix,
         )
