@@ -19,7 +19,8 @@ def states(folder):
 
 def test_a_finished_run(tmp_path):
     folder = make_run(tmp_path / "run")
-    assert states(folder) == dict.fromkeys(ledger.STAGES, "done")
+    always = [stage for stage in ledger.STAGES if stage != "calibrate"]  # which a recipe has to ask for
+    assert states(folder) == dict.fromkeys(always, "done")
     by_stage = {view.stage: view for view in look(folder)}
     assert by_stage["search"].text == "4,096 tokens, iteration 4 of 4, 10 evaluations, best perplexity 1.3"
     assert by_stage["train"].text.startswith("step 12 of 12, loss 3.083 (short 2.583, long 3.583), 3.2 GiB")
