@@ -28,6 +28,7 @@ from rows import BASES, BOARD, FAR, METHODS, Base, K, Mix, Row, label
 
 from longrope2 import RescaleFactors, evaluate, rescale, train
 from longrope2.books import read_books
+from longrope2.calibration.config import CalibrationConfig
 from longrope2.console import roughly, say
 from longrope2.data.config import RecallConfig
 from longrope2.data.plan import plan_documents
@@ -43,7 +44,7 @@ from longrope2.evaluation.suite import Prompt, TextSpan
 from longrope2.files import atomic_folder, write_json, write_text
 from longrope2.models import describe, load, load_tokenizer, skeleton
 from longrope2.perplexity import Score
-from longrope2.pipeline.forecast import Machine, evaluation_needs, gpu_machine, reading_seconds, search_needs
+from longrope2.pipeline.forecast import Machine, calibration_needs, evaluation_needs, gpu_machine, search_needs
 from longrope2.records import EvaluationRecord, Results
 from longrope2.search.config import search_config
 from longrope2.training.estimate import GPUS, ModelShape, assumed_work, estimate, shape_of
@@ -367,8 +368,9 @@ class Bench:
             config = search_config(target_length=row.length, **needs["search"])
             found = search_needs(config, describe(self.model).rope, shape, machine).seconds
             seconds += MEASURED[config.space] * (found or 0.0)
-        if "calibration" in needs:  # 20 documents under both RoPEs, at eight lengths up to two windows
-            seconds += 20 * 2 * 5 * reading_seconds(shape, machine, 2 * self.family.window)
+        if "calibration" in needs:
+            rope, config = describe(self.model).rope, CalibrationConfig(**self.calibration)
+            seconds += calibration_needs(config, rope, row.length, shape, machine).seconds or 0.0
         return seconds
 
     def _summary(self, name: str, results: list[EvaluationRecord]) -> dict[str, Any]:

@@ -49,8 +49,11 @@ def job(place, recipe, folder, *stages):
 @pytest.fixture(scope="module")
 def whole(place, recipe, one_thread):
     """A run in which the numbers say that the original RoPE should end early."""
+
+    def early(points, window):
+        return replace(recommend(points, window), switch_length=SWITCH)
+
     with pytest.MonkeyPatch.context() as patch:
-        early = lambda points, window: replace(recommend(points, window), switch_length=SWITCH)  # noqa: E731
         patch.setattr(calibration, "recommend", early)
         job(place, recipe, place / "run", *STAGES).run(ALONE)
     return place / "run"

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from longrope2 import ledger
+from longrope2.calibration.config import CalibrationConfig
 from longrope2.collection import fitting_names
 from longrope2.console import roughly
 from longrope2.data.plan import read_plan
@@ -214,15 +215,21 @@ def search_needs(config: SearchConfig, rope: RopeSpec, shape: ModelShape, machin
 
 
 def _calibrate(setting: Setting, _: Step, shape: ModelShape, machine: Machine) -> Needs:
-    """Each document is read under both RoPEs."""
-    config, window = setting.recipe.calibration_config(), setting.info.rope.original_length
-    lengths = config.all_lengths(rescale("none", setting.info.rope, setting.recipe.target_length))
+    recipe = setting.recipe
+    return calibration_needs(recipe.calibration_config(), setting.info.rope, recipe.target_length, shape, machine)
+
+
+def calibration_needs(
+    config: CalibrationConfig, rope: RopeSpec, target_length: int, shape: ModelShape, machine: Machine
+) -> Needs:
+    """What a calibration takes: each document is read under both RoPEs."""
+    lengths = config.all_lengths(rescale("none", rope, target_length))
     read = 2 * config.documents
     return Needs(
         seconds=OVERHEAD_SECONDS["calibrate"] + read * sum(reading_seconds(shape, machine, n) for n in lengths),
         memory=_reading_memory(shape, machine, max(lengths)),
         disk=1e6,
-        note=f"{read * len(lengths):,} documents read, at lengths around {window:,}",
+        note=f"{read * len(lengths):,} documents read, at lengths around {rope.original_length:,}",
     )
 
 

@@ -200,8 +200,7 @@ def _check_calibrate(setting: Setting) -> Iterator[str]:
         yield "the recipe has no table [calibrate]"
         return
     yield from _complaints(recipe.calibration_config().check, recipe.target_length, load_tokenizer(setting.info))
-    trained_as_one = recipe.trains and train_config(**recipe.train).window == "single"
-    if trained_as_one or (not recipe.search_config().problems() and _gives_up_original(setting)):
+    if _trains_one_rope(recipe) or (not recipe.search_config().problems() and _gives_up_original(setting)):
         yield "a model with one RoPE at every length has no switch ([calibrate] goes with two)"
     for bucket, following in pairwise(chained_buckets(recipe.bucket)):
         if bucket.up_to <= setting.info.rope.original_length and bucket.up_to < following.above:
@@ -325,6 +324,11 @@ def _check_train(setting: Setting) -> Iterator[str]:
         yield from _complaints(read_books, config.books)
 
 
+def _trains_one_rope(recipe: Recipe) -> bool:
+    """Whether the rescaled RoPE is trained in short sequences, too."""
+    return recipe.trains and train_config(**recipe.train).window == "single"
+
+
 def _train(setting: Setting, _: Sequence[Step]) -> Iterator[Step]:
     elastic = {entry.name for entry in stated(TrainConfig) if entry.option.elastic}
     options = {name: value for name, value in setting.recipe.train.items() if name not in elastic}
@@ -340,14 +344,15 @@ def _train(setting: Setting, _: Sequence[Step]) -> Iterator[Step]:
 
 
 def _trained(setting: Setting, here: World) -> TrainingRecord:
+    factors = setting.factors
     return train(
         setting.info.name,
         train_config(**setting.recipe.train),
         setting.folder / ledger.TRAIN,
         here,
-        factors=setting.factors,
+        factors=factors,
         plan=setting.plan,
-        original_length=setting.factors.original_length,
+        original_length=factors.original_length,
         cache=setting.cache,
         wandb=setting.wandb,
     )
@@ -441,7 +446,7 @@ def _evaluated(
 def _gives_up_original(setting: Setting) -> bool:
     """Whether the export will have the rescaled RoPE in short sequences, too, other than what was measured before."""
     recipe = setting.recipe
-    if recipe.trains and train_config(**recipe.train).window == "single":
+    if _trains_one_rope(recipe):
         return False  # so it was trained
     profile = ExportTable(**recipe.export).profile
     temperature = recipe.search_config().temperature(setting.info.rope, recipe.target_length)
